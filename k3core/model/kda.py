@@ -1,0 +1,119 @@
+"""The KDA layer: projections, short convolution, gates, recurrence, gated output norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from k3core.model.config import K3Config
+from k3core.model.layers import Linear
+from k3core.model.state import SlotState
+from k3kernels.kda import kda_chunked, kda_gate, kda_step, l2_norm
+from k3kernels.packing import Packing
+from k3kernels.rms_norm import gated_rms_norm
+from k3kernels.short_conv import short_conv
+
+CHUNK = 32
+
+
+class Conv1d(nn.Module):
+    """Holds a depthwise kernel under the checkpoint's name and shape [P, 1, J]."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+
+
+class KimiDeltaAttention(nn.Module):
+    def __init__(self, cfg: K3Config, layer: int) -> None:
+        super().__init__()
+        D, H, K = cfg.hidden_size, cfg.kda_num_heads, cfg.kda_head_dim
+        P, J = H * K, cfg.short_conv_kernel_size
+        self.cfg, self.layer = cfg, layer
+        self.q_proj, self.k_proj, self.v_proj = Linear(D, P), Linear(D, P), Linear(D, P)
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = Conv1d(P, J), Conv1d(P, J), Conv1d(P, J)
+        self.f_a_proj, self.f_b_proj = Linear(D, K), Linear(K, P)
+        self.b_proj = Linear(D, H)
+        self.A_log = nn.Parameter(torch.zeros(H))
+        self.dt_bias = nn.Parameter(torch.zeros(P))
+        if cfg.use_full_rank_gate:
+            self.g_proj = Linear(D, P)
+        else:
+            self.g_a_proj, self.g_b_proj = Linear(D, K), Linear(K, P)
+        self.o_norm = nn.Module()
+        self.o_norm.weight = nn.Parameter(torch.ones(K))
+        self.o_proj = Linear(P, D)
+
+    def forward(self, x_TD: Tensor, packing: Packing, state: SlotState | None, slots_N: Tensor | None) -> Tensor:
+        """x_TD normed. With a state, each sequence goes on where its slot stands and leaves the slot after its last token."""
+        cfg = self.cfg
+        H, K, J = cfg.kda_num_heads, cfg.kda_head_dim, cfg.short_conv_kernel_size
+        N, T = packing.num_sequences, packing.num_tokens
+        length = -(-packing.max_length // CHUNK) * CHUNK
+
+        qkv_TP = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], -1)
+        qkv_NLP = packing.pad(qkv_TP, length)
+        if state is None:
+            window_NJP = qkv_NLP.new_zeros(N, J - 1, qkv_NLP.shape[-1])
+            state_NHKV = qkv_NLP.new_zeros(N, H, K, K, dtype=torch.promote_types(x_TD.dtype, torch.float32))
+        else:
+            window_NJP = state.window_NJP[self.layer][slots_N]
+            state_NHKV = state.kda_NHKV[self.layer][slots_N]
+        window_and_qkv = torch.cat([window_NJP, qkv_NLP], 1)
+        q, k, v = short_conv(window_and_qkv, self._conv_weight()).unflatten(-1, (3, H, K)).unbind(2)
+        g_THK, beta_TH = self._gates(x_TD)
+        o_NLHV, last_NHKV = kda_chunked(
+            l2_norm(q).to(g_THK.dtype) * K**-0.5,
+            l2_norm(k).to(g_THK.dtype),
+            v.to(g_THK.dtype),
+            packing.pad(g_THK, length),  # zeros behind the end: the state stays as it is there
+            packing.pad(beta_TH, length),
+            state_NHKV,
+            CHUNK,
+            cfg.gate_lower_bound,
+        )
+        if state is not None:
+            assert slots_N is not None
+            state.kda_NHKV[self.layer][slots_N] = last_NHKV
+            rows_NJ = packing.lengths_N.unsqueeze(-1) + torch.arange(J - 1)
+            state.window_NJP[self.layer][slots_N] = window_and_qkv[torch.arange(N).unsqueeze(-1), rows_NJ]
+        o_THV = packing.unpad(o_NLHV.contiguous())
+        return self._output(o_THV, x_TD, T)
+
+    def decode(self, x_ND: Tensor, state: SlotState, is_active_N: Tensor) -> Tensor:
+        """One token for the first N slots; slots that are not active keep their state and window."""
+        cfg = self.cfg
+        H, K = cfg.kda_num_heads, cfg.kda_head_dim
+        N = x_ND.shape[0]
+        qkv_NP = torch.cat([self.q_proj(x_ND), self.k_proj(x_ND), self.v_proj(x_ND)], -1)
+        window = state.window_NJP[self.layer][:N]
+        window_and_qkv = torch.cat([window, qkv_NP.unsqueeze(1)], 1)
+        q, k, v = short_conv(window_and_qkv, self._conv_weight()).squeeze(1).unflatten(-1, (3, H, K)).unbind(1)
+        g_NHK, beta_NH = self._gates(x_ND)
+        active_N1 = is_active_N.unsqueeze(-1)
+        o_NHV, S_NHKV = kda_step(
+            l2_norm(q).to(g_NHK.dtype) * K**-0.5,
+            l2_norm(k).to(g_NHK.dtype),
+            v.to(g_NHK.dtype),
+            g_NHK * active_N1.unsqueeze(-1),
+            beta_NH * active_N1,
+            state.kda_NHKV[self.layer][:N],
+        )
+        state.kda_NHKV[self.layer][:N] = S_NHKV
+        state.window_NJP[self.layer][:N] = torch.where(active_N1.unsqueeze(-1), window_and_qkv[:, 1:], window)
+        return self._output(o_NHV, x_ND, N)
+
+    def _conv_weight(self) -> Tensor:
+        return torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
+
+    def _gates(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        H, K = self.cfg.kda_num_heads, self.cfg.kda_head_dim
+        f_THK = self.f_b_proj(self.f_a_proj(x_TD)).unflatten(-1, (H, K))
+        g_THK = kda_gate(f_THK, self.A_log, self.dt_bias.view(H, K), self.cfg.gate_lower_bound)
+        beta_TH = torch.sigmoid(self.b_proj(x_TD).to(g_THK.dtype))
+        return g_THK, beta_TH
+
+    def _output(self, o_THV: Tensor, x_TD: Tensor, T: int) -> Tensor:
+        gate_TP = self.g_proj(x_TD) if self.cfg.use_full_rank_gate else self.g_b_proj(self.g_a_proj(x_TD))
+        y_THV = gated_rms_norm(o_THV, gate_TP.view(o_THV.shape), self.o_norm.weight, self.cfg.rms_norm_eps)
+        return self.o_proj(y_THV.reshape(T, -1))

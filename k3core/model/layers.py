@@ -1,0 +1,75 @@
+"""Linear (with an optional LoRA branch), RMSNorm and the gated MLP."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from k3core.model.config import K3Config
+from k3kernels.rms_norm import rms_norm
+from k3kernels.situ import situ
+
+
+class Linear(nn.Module):
+    """y = x W^T (+ scale (x A^T) B^T once LoRA is attached; arXiv 2106.09685). No linear of K3 has a bias."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
+        self.lora_scale = 0.0
+
+    def attach_lora(self, rank: int, alpha: float, generator: torch.Generator) -> None:
+        """A uniform in +-1/sqrt(in), B zero: the function does not change until B does."""
+        out_features, in_features = self.weight.shape
+        bound = in_features**-0.5
+        A = torch.empty(rank, in_features).uniform_(-bound, bound, generator=generator)
+        self.lora_A = nn.Parameter(A.to(self.weight))
+        self.lora_B = nn.Parameter(self.weight.new_zeros(out_features, rank))
+        self.lora_scale = alpha / rank
+
+    def effective_weight(self) -> Tensor:
+        """W + scale B A: for the one place that folds a projection into another operation."""
+        if self.lora_A is None:
+            return self.weight
+        return self.weight + self.lora_scale * (self.lora_B @ self.lora_A)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)
+        if self.lora_A is not None:
+            y = y + self.lora_scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
+        return y
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class MLP(nn.Module):
+    """down(act(gate(x), up(x))): SiTU for K3, SiLU for Kimi-Linear."""
+
+    def __init__(self, cfg: K3Config, width: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(cfg.hidden_size, width)
+        self.up_proj = Linear(cfg.hidden_size, width)
+        self.down_proj = Linear(width, cfg.hidden_size)
+        self.cfg = cfg
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(gated_activation(self.cfg, self.gate_proj(x_TD), self.up_proj(x_TD)))
+
+
+def gated_activation(cfg: K3Config, gate: Tensor, up: Tensor) -> Tensor:
+    if cfg.hidden_act == "situ":
+        return situ(gate, up, cfg.activation_situ_beta, cfg.activation_situ_linear_beta)
+    if cfg.hidden_act == "silu":
+        return F.silu(gate) * up
+    raise ValueError(f"model.hidden_act: {cfg.hidden_act!r} is not known; use situ or silu")

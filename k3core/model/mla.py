@@ -1,0 +1,93 @@
+"""Gated multi-head latent attention without positions (K3) or ungated with a plain q_proj (Kimi-Linear)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from k3core.model.config import K3Config
+from k3core.model.layers import Linear, RMSNorm
+from k3core.model.state import SlotState
+from k3kernels.mla import mla_absorbed, mla_attention, mla_attention_from_start
+from k3kernels.packing import Packing
+
+
+class MultiHeadLatentAttention(nn.Module):
+    def __init__(self, cfg: K3Config, layer: int) -> None:
+        super().__init__()
+        D, H = cfg.hidden_size, cfg.num_attention_heads
+        self.cfg, self.layer = cfg, layer
+        self.qk_head_dim = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim
+        if cfg.q_lora_rank is None:
+            self.q_proj = Linear(D, H * self.qk_head_dim)
+        else:
+            self.q_a_proj = Linear(D, cfg.q_lora_rank)
+            self.q_a_layernorm = RMSNorm(cfg.q_lora_rank, cfg.latent_norm_eps)
+            self.q_b_proj = Linear(cfg.q_lora_rank, H * self.qk_head_dim)
+        self.kv_a_proj_with_mqa = Linear(D, cfg.kv_lora_rank + cfg.qk_rope_head_dim)
+        self.kv_a_layernorm = RMSNorm(cfg.kv_lora_rank, cfg.latent_norm_eps)
+        self.kv_b_proj = Linear(cfg.kv_lora_rank, H * (cfg.qk_nope_head_dim + cfg.v_head_dim))
+        if cfg.mla_use_output_gate:
+            self.g_proj = Linear(D, H * cfg.v_head_dim)
+        self.o_proj = Linear(H * cfg.v_head_dim, D)
+
+    def forward(self, x_TD: Tensor, packing: Packing, state: SlotState | None, slots_N: Tensor | None) -> Tensor:
+        """x_TD normed. With a state, queries also see the slot's history, and the new latent rows are appended to it."""
+        cfg, H, N = self.cfg, self.cfg.num_attention_heads, packing.num_sequences
+        length = packing.max_length
+        q_NHQX = packing.pad(self._queries(x_TD), length).unflatten(-1, (H, self.qk_head_dim)).transpose(1, 2)
+        latent_NSC = packing.pad(self._latent(x_TD), length)
+        query_pos_NQ = torch.arange(length).expand(N, length)
+        if state is not None:
+            assert slots_N is not None
+            cache_NSC, start_N = state.cache_NSC[self.layer], state.length_N[slots_N]
+            slot_T = slots_N[packing.seq_T]
+            cache_NSC[slot_T, start_N[packing.seq_T] + packing.pos_T] = packing.unpad(latent_NSC)
+            latent_NSC = cache_NSC[slots_N, : int((start_N + packing.lengths_N).max())]
+            query_pos_NQ = start_N.unsqueeze(-1) + query_pos_NQ
+        kv_NSHX = self.kv_b_proj(latent_NSC[..., : cfg.kv_lora_rank]).unflatten(-1, (H, -1))
+        k_nope, v_NSHV = kv_NSHX.split([cfg.qk_nope_head_dim, cfg.v_head_dim], -1)
+        k_pe = latent_NSC[..., cfg.kv_lora_rank :].unsqueeze(2).expand(-1, -1, H, -1)
+        k_NHSX = torch.cat([k_nope, k_pe], -1).transpose(1, 2)
+        v_NHSV, scale = v_NSHV.transpose(1, 2), self.qk_head_dim**-0.5
+        if state is None:
+            o_NHQV = mla_attention_from_start(q_NHQX, k_NHSX, v_NHSV, scale)
+        else:
+            o_NHQV = mla_attention(q_NHQX, k_NHSX, v_NHSV, query_pos_NQ, scale)
+        return self._output(packing.unpad(o_NHQV.transpose(1, 2).flatten(2)), x_TD)
+
+    def decode(self, x_ND: Tensor, state: SlotState, is_active_N: Tensor) -> Tensor:
+        """One token for the first N slots. The row is written for every slot; only an active one's length moves past it."""
+        cfg, H, N = self.cfg, self.cfg.num_attention_heads, x_ND.shape[0]
+        pos_N = state.length_N[:N]
+        cache_NSC = state.cache_NSC[self.layer]
+        cache_NSC[torch.arange(N), pos_N.clamp(max=state.max_length - 1)] = self._latent(x_ND)
+        # Rounded up, so that a row's reductions have the same shape whoever its neighbours are.
+        longest = min(-(-(int((pos_N * is_active_N).max()) + 1) // 32) * 32, state.max_length)
+        q_NHX = self._queries(x_ND).unflatten(-1, (H, self.qk_head_dim))
+        kv_b = self.kv_b_proj.effective_weight().unflatten(0, (H, -1))
+        o_NHV = mla_absorbed(
+            q_NHX[..., : cfg.qk_nope_head_dim],
+            q_NHX[..., cfg.qk_nope_head_dim :],
+            cache_NSC[:N, :longest],
+            kv_b[:, : cfg.qk_nope_head_dim],
+            kv_b[:, cfg.qk_nope_head_dim :],
+            pos_N,
+            self.qk_head_dim**-0.5,
+        )
+        return self._output(o_NHV.flatten(1), x_ND)
+
+    def _queries(self, x_TD: Tensor) -> Tensor:
+        if self.cfg.q_lora_rank is None:
+            return self.q_proj(x_TD)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
+
+    def _latent(self, x_TD: Tensor) -> Tensor:
+        ckv = self.kv_a_proj_with_mqa(x_TD)
+        c = self.kv_a_layernorm(ckv[..., : self.cfg.kv_lora_rank])
+        return torch.cat([c, ckv[..., self.cfg.kv_lora_rank :]], -1)
+
+    def _output(self, o_TP: Tensor, x_TD: Tensor) -> Tensor:
+        if self.cfg.mla_use_output_gate:
+            o_TP = o_TP * torch.sigmoid(self.g_proj(x_TD))
+        return self.o_proj(o_TP)

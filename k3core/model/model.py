@@ -1,0 +1,162 @@
+"""The decoder: embeddings, layers joined by Attention Residuals (or plain residuals), final mix, norm, head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from k3core.model.config import K3Config
+from k3core.model.kda import KimiDeltaAttention
+from k3core.model.layers import MLP, Linear, RMSNorm
+from k3core.model.mla import MultiHeadLatentAttention
+from k3core.model.moe import LatentMoE
+from k3core.model.state import SlotState
+from k3kernels.attn_res import attn_res_mix
+from k3kernels.packing import Packing
+
+
+@dataclass(frozen=True)
+class Forward:
+    """hidden_TD after the final norm; routed_experts_TLk the chosen experts of each MoE layer."""
+
+    hidden_TD: Tensor
+    routed_experts_TLk: Tensor
+
+
+class ResidualProj(nn.Module):
+    """The query of one Attention Residual read, under the checkpoint's shape [1, D]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, cfg: K3Config, layer: int) -> None:
+        super().__init__()
+        D = cfg.hidden_size
+        self.self_attn = KimiDeltaAttention(cfg, layer) if cfg.is_kda(layer) else MultiHeadLatentAttention(cfg, layer)
+        if cfg.is_moe(layer):
+            self.block_sparse_moe = LatentMoE(cfg)
+        else:
+            self.mlp = MLP(cfg, cfg.intermediate_size)
+        self.input_layernorm = RMSNorm(D, cfg.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(D, cfg.rms_norm_eps)
+        if cfg.attn_res_block_size is not None:
+            self.self_attention_res_norm = RMSNorm(D, cfg.rms_norm_eps)
+            self.self_attention_res_proj = ResidualProj(D)
+            self.mlp_res_norm = RMSNorm(D, cfg.rms_norm_eps)
+            self.mlp_res_proj = ResidualProj(D)
+
+
+class K3Model(nn.Module):
+    """Kimi K3's text model, or Kimi-Linear's where the config says so. Module names are the checkpoint's."""
+
+    def __init__(self, cfg: K3Config) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(cfg, i) for i in range(cfg.num_hidden_layers))
+        if cfg.attn_res_block_size is not None:
+            self.output_attn_res_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+            self.output_attn_res_proj = ResidualProj(cfg.hidden_size)
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.lm_head = Linear(cfg.hidden_size, cfg.vocab_size)
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        packing: Packing,
+        replay_TLk: Tensor | None = None,
+        state: SlotState | None = None,
+        slots_N: Tensor | None = None,
+    ) -> Forward:
+        """Packed sequences, from nothing (training) or each going on from its slot (prefill, which moves the slot).
+
+        replay_TLk imposes recorded experts; -1 rows choose for themselves.
+        """
+        x_TD = self.embed_tokens(tokens_T)
+        forward = self._layers(x_TD, replay_TLk, lambda attn, x: attn(x, packing, state, slots_N))
+        if state is not None:
+            assert slots_N is not None
+            state.length_N[slots_N] += packing.lengths_N
+        return forward
+
+    def decode(self, tokens_N: Tensor, state: SlotState, is_active_N: Tensor) -> Forward:
+        """One token for each of the first N slots; slots that are not active stay as they are."""
+        forward = self._layers(self.embed_tokens(tokens_N), None, lambda attn, x: attn.decode(x, state, is_active_N))
+        state.length_N[: tokens_N.shape[0]] += is_active_N
+        return forward
+
+    def _layers(self, x_TD: Tensor, replay_TLk: Tensor | None, attend) -> Forward:  # type: ignore[no-untyped-def]
+        bank: list[Tensor] = []
+        prefix: Tensor | None = x_TD
+        routes = []
+        block = self.cfg.attn_res_block_size
+        for i, layer in enumerate(self.layers):
+            assert prefix is not None
+            attn_in = prefix
+            if block is not None:
+                if bank:
+                    attn_in = self._mix([*bank, prefix], layer.self_attention_res_norm, layer.self_attention_res_proj)
+                if i % block == 0:  # committed after this layer's read: row 0 is the embedding alone
+                    bank.append(prefix)
+                    prefix = None
+            a_TD = attend(layer.self_attn, layer.input_layernorm(attn_in))
+            prefix = a_TD if prefix is None else prefix + a_TD
+            mlp_in = prefix
+            if block is not None:
+                mlp_in = self._mix([*bank, prefix], layer.mlp_res_norm, layer.mlp_res_proj)
+            normed_TD = layer.post_attention_layernorm(mlp_in)
+            if self.cfg.is_moe(i):
+                replay_Tk = None if replay_TLk is None else replay_TLk[:, len(routes)]
+                m_TD, experts_Tk = layer.block_sparse_moe(normed_TD, replay_Tk)
+                routes.append(experts_Tk)
+            else:
+                m_TD = layer.mlp(normed_TD)
+            prefix = prefix + m_TD
+        assert prefix is not None
+        if block is not None:
+            prefix = self._mix([*bank, prefix], self.output_attn_res_norm, self.output_attn_res_proj)
+        k = self.cfg.num_experts_per_token
+        no_routes = x_TD.new_zeros(x_TD.shape[0], 0, k, dtype=torch.long)
+        return Forward(self.norm(prefix), torch.stack(routes, 1) if routes else no_routes)
+
+    def _mix(self, rows: list[Tensor], norm: RMSNorm, proj: ResidualProj) -> Tensor:
+        return attn_res_mix(rows, norm.weight, proj.weight[0], self.cfg.rms_norm_eps)
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """From scratch: embedding std 0.3, linears 1/sqrt(in), residual writers further by 1/sqrt(2L), reads uniform.
+
+        The decay starts log-uniform in 1e-3..0.3 per channel (dt_bias solves the gate for it at f = 0):
+        a zero dt_bias in the lower-bounded form would forget e^-2.5 a token and never learn to copy.
+        """
+        cfg = self.cfg
+        writers = ("o_proj.weight", "down_proj.weight", "routed_expert_up_proj.weight")
+        for name, p in self.named_parameters():
+            if name == "embed_tokens.weight":
+                p.normal_(0.0, 0.3, generator=generator)
+            elif name.endswith("conv1d.weight"):
+                p.uniform_(-0.5, 0.5, generator=generator)
+                p[:, :, -1] += 1.0
+            elif name.endswith("dt_bias"):
+                low, high = math.log(1e-3), math.log(0.3)
+                decay = torch.empty(p.shape).uniform_(low, high, generator=generator).exp()
+                p.copy_(_inverse_gate(decay, cfg.gate_lower_bound))
+            elif name.endswith("A_log") or name.endswith("res_proj.weight"):
+                p.zero_()
+            elif p.ndim >= 2:
+                p.normal_(0.0, p.shape[-1] ** -0.5, generator=generator)
+                if name.endswith(writers):
+                    p.mul_((2 * cfg.num_hidden_layers) ** -0.5)
+
+
+def _inverse_gate(decay: Tensor, lower_bound: float | None) -> Tensor:
+    """z with kda_gate(z) = -decay at A_log = 0."""
+    if lower_bound is None:
+        return torch.log(torch.expm1(decay))
+    return torch.logit(decay / -lower_bound)

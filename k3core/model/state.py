@@ -1,0 +1,41 @@
+"""What the engine keeps of each sequence: MLA history, KDA state and convolution window, all at one position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from k3core.model.config import K3Config
+
+
+class SlotState:
+    """Histories of up to `num_slots` sequences of up to `max_length` tokens.
+
+    kda_NHKV[layer] fp32 state, window_NJP[layer] the last J-1 inputs of the convolution (q|k|v),
+    cache_NSC[layer] one latent row (kv_lora_rank | rope width) per token. length_N counts the tokens that
+    all three have seen: there is one position per slot, so they cannot come apart.
+    """
+
+    def __init__(self, cfg: K3Config, num_slots: int, max_length: int, dtype: torch.dtype = torch.float32) -> None:
+        self.num_slots, self.max_length = num_slots, max_length
+        P = cfg.kda_num_heads * cfg.kda_head_dim
+        self.kda_NHKV: dict[int, Tensor] = {}
+        self.window_NJP: dict[int, Tensor] = {}
+        self.cache_NSC: dict[int, Tensor] = {}
+        for layer in range(cfg.num_hidden_layers):
+            if cfg.is_kda(layer):
+                shape = (num_slots, cfg.kda_num_heads, cfg.kda_head_dim, cfg.kda_head_dim)
+                self.kda_NHKV[layer] = torch.zeros(shape, dtype=torch.float32)
+                self.window_NJP[layer] = torch.zeros(num_slots, cfg.short_conv_kernel_size - 1, 3 * P, dtype=dtype)
+            else:
+                width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
+                self.cache_NSC[layer] = torch.zeros(num_slots, max_length, width, dtype=dtype)
+        self.length_N = torch.zeros(num_slots, dtype=torch.long)
+
+    def reset(self, slot: int) -> None:
+        """Make a slot an empty history. The MLA rows behind the length are never read, so they stay."""
+        for state_NHKV in self.kda_NHKV.values():
+            state_NHKV[slot] = 0
+        for window_NJP in self.window_NJP.values():
+            window_NJP[slot] = 0
+        self.length_N[slot] = 0

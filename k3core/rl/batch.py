@@ -1,0 +1,107 @@
+"""Batch: trajectories packed for the trainer. The only noun that needs torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from k3core.types import Trajectory
+from k3kernels.packing import Packing
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of N packed sequences, T tokens, M of them trained (sampled by the policy).
+
+    target_M: index in 0..T-1 of each trained token; it is predicted at target_M - 1. seq_M its sequence.
+    rollout_logprobs_M, advantages_N as recorded; replay_TLk the recorded experts, -1 where there are none, or None.
+    order_N: place of each sequence in the list that the batch was made from.
+    """
+
+    tokens_T: Tensor
+    packing: Packing
+    target_M: Tensor
+    rollout_logprobs_M: Tensor
+    advantages_N: Tensor
+    replay_TLk: Tensor | None
+    order_N: tuple[int, ...]
+    temperature: float
+
+    @property
+    def seq_M(self) -> Tensor:
+        return self.packing.seq_T[self.target_M]
+
+
+def make_batch(
+    trajectories: Sequence[Trajectory], advantages: Sequence[float], order: Sequence[int], router_replay: bool
+) -> Batch:
+    """Pack whole trajectories. Raises ValueError where a trajectory's arrays do not fit its tokens.
+
+    Routes are never shifted or guessed: a position without a recorded route re-routes by itself (-1).
+    """
+    for t in trajectories:
+        _check(t)
+    temperatures = {t.sampling.temperature for t in trajectories}
+    if len(temperatures) != 1:
+        raise ValueError(f"trajectories sampled at different temperatures {sorted(temperatures)} in one batch")
+    truncated = next((t for t in trajectories if t.sampling.top_p < 1 or t.sampling.top_k > 0), None)
+    if truncated is not None:
+        raise ValueError(
+            f"prompt {truncated.prompt_id}: sampled with top_p {truncated.sampling.top_p}, top_k {truncated.sampling.top_k};"
+            " the trainer's logprobs are over the whole vocabulary, so the ratio would not be 1: train on top_p 1, top_k 0"
+        )
+    packing = Packing(tuple(len(t.tokens_T) for t in trajectories))
+    mask_T = np.concatenate([t.loss_mask_T for t in trajectories])
+    replay_TLk = None
+    if router_replay:
+        routes = np.concatenate([t.routed_experts_TLk for t in trajectories])
+        missing = np.iinfo(routes.dtype).max
+        replay_TLk = torch.from_numpy(np.where(routes == missing, -1, routes.astype(np.int64)))
+    return Batch(
+        tokens_T=torch.from_numpy(np.concatenate([t.tokens_T for t in trajectories]).astype(np.int64)),
+        packing=packing,
+        target_M=torch.from_numpy(mask_T.nonzero()[0]),
+        rollout_logprobs_M=torch.from_numpy(np.concatenate([t.rollout_logprobs_T for t in trajectories])[mask_T]),
+        advantages_N=torch.tensor(advantages, dtype=torch.float32),
+        replay_TLk=replay_TLk,
+        order_N=tuple(order),
+        temperature=temperatures.pop(),
+    )
+
+
+def microbatches(
+    trajectories: Sequence[Trajectory], advantages: Sequence[float], rows: int, router_replay: bool
+) -> list[Batch]:
+    """At most `rows` sequences each, sorted by length so that little is padded; the sort is stable."""
+    by_length = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i].tokens_T))
+    batches = []
+    for start in range(0, len(by_length), rows):
+        order = by_length[start : start + rows]
+        batches.append(
+            make_batch([trajectories[i] for i in order], [advantages[i] for i in order], order, router_replay)
+        )
+    return batches
+
+
+def batch_sha256(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> str:
+    """Identity of an update's data, for the ledger: every token, mask, logprob, route and advantage."""
+    digest = hashlib.sha256()
+    for t, advantage in zip(trajectories, advantages, strict=True):
+        digest.update(f"{t.prompt_id}/{t.sample}/{advantage!r}/{len(t.tokens_T)}\n".encode())
+        for array in (t.tokens_T, t.loss_mask_T, t.rollout_logprobs_T, t.routed_experts_TLk):
+            digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _check(t: Trajectory) -> None:
+    T = len(t.tokens_T)
+    for name in ("loss_mask_T", "rollout_logprobs_T", "routed_experts_TLk", "policy_step_T"):
+        if len(getattr(t, name)) != T:
+            raise ValueError(f"prompt {t.prompt_id} sample {t.sample}: {name} has {len(getattr(t, name))} rows, tokens {T}")
+    if T == 0 or t.loss_mask_T[0]:
+        raise ValueError(f"prompt {t.prompt_id} sample {t.sample}: the first token must be context")

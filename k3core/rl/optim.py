@@ -1,0 +1,83 @@
+"""AdamW over named parameters, with a state that can be saved and restored bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class OptimConfig:
+    """AdamW (arXiv 1711.05101). grad_clip bounds the global gradient norm."""
+
+    learning_rate: float = 5e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """applied False: the loss or a gradient was not finite, nothing was changed; reason says which."""
+
+    applied: bool
+    grad_norm: float
+    reason: str | None = None
+
+
+class NamedAdamW:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], cfg: OptimConfig) -> None:
+        self.parameters = dict(parameters)
+        self.cfg = cfg
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(),
+            lr=cfg.learning_rate,
+            betas=(cfg.beta1, cfg.beta2),
+            eps=cfg.eps,
+            weight_decay=cfg.weight_decay,
+            foreach=True,
+        )
+
+    def step(self, learning_rate: float) -> StepResult:
+        """One step from the accumulated gradients, which are then dropped. Refused, bit-unchanged, when one is not finite."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                self.zero_grad()
+                return StepResult(False, float("nan"), f"the gradient of {name} is not finite")
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if not gradients:
+            return StepResult(False, 0.0, "no parameter has a gradient")
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if norm > self.cfg.grad_clip:
+            torch._foreach_mul_(gradients, self.cfg.grad_clip / (norm + 1e-6))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.zero_grad()
+        return StepResult(True, norm)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """`exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` of every parameter that has moved."""
+        out = {}
+        for name, parameter in self.parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                out[f"{key}.{name}"] = value.detach().clone()
+        return out
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises ValueError naming the first tensor that belongs to no parameter or has another shape."""
+        self.optimizer.state.clear()
+        for key, value in tensors.items():
+            kind, name = key.split(".", 1)
+            parameter = self.parameters.get(name)
+            if parameter is None or (kind != "step" and value.shape != parameter.shape):
+                raise ValueError(f"optimizer state: {key} {tuple(value.shape)} fits no trained parameter")
+            self.optimizer.state[parameter][kind] = value.clone()

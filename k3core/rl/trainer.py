@@ -1,0 +1,111 @@
+"""Trainer: forward_backward, optim_step, save, load. Full parameters or LoRA is which of them require a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from k3core.model.config import K3Config
+from k3core.model.layers import Linear
+from k3core.model.model import K3Model
+from k3core.model.moe import Experts
+from k3core.model.weights import load_tensors, named_tensors
+from k3core.rl.optim import NamedAdamW, OptimConfig, StepResult
+from k3kernels.packing import Packing
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """targets are module names (q_proj, o_proj, ...) and w1, w2, w3 for the experts' matrices."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+
+Loss = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Trainer:
+    """Owns one model and its optimizer. Not finite is refused: a bad loss or gradient vetoes the next optim_step."""
+
+    def __init__(self, cfg: K3Config, optim: OptimConfig, lora: LoraConfig | None = None, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.model = K3Model(cfg)
+        self.model.init_weights(generator)
+        if lora is not None:
+            attach_lora(self.model, lora, generator)
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = NamedAdamW(trained, optim)
+        self._veto: str | None = None
+
+    def logprobs(
+        self, tokens_T: Tensor, packing: Packing, target_M: Tensor, replay_TLk: Tensor | None, temperature: float
+    ) -> Tensor:
+        """log p(token | what came before) at the M target positions only; no [T, vocabulary] tensor exists."""
+        hidden_TD = self.model(tokens_T, packing, replay_TLk).hidden_TD
+        logits_MV = self.model.lm_head(hidden_TD.index_select(0, target_M - 1)).float()
+        if temperature != 1.0:
+            logits_MV = logits_MV / temperature
+        return -F.cross_entropy(logits_MV, tokens_T[target_M], reduction="none")
+
+    def forward_backward(
+        self,
+        tokens_T: Tensor,
+        packing: Packing,
+        target_M: Tensor,
+        loss: Loss,
+        replay_TLk: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> dict[str, Tensor]:
+        """Accumulate the gradients of loss(logprobs_M). A loss that is not finite adds nothing and vetoes the step."""
+        value, metrics = loss(self.logprobs(tokens_T, packing, target_M, replay_TLk, temperature))
+        if torch.isfinite(value):
+            value.backward()
+        else:
+            self._veto = f"the loss is {value.item()}"
+        return metrics
+
+    def optim_step(self, learning_rate: float | None = None) -> StepResult:
+        if self._veto is not None:
+            result = StepResult(False, float("nan"), self._veto)
+            self._veto = None
+            self.optimizer.zero_grad()
+            return result
+        return self.optimizer.step(self.optimizer.cfg.learning_rate if learning_rate is None else learning_rate)
+
+    def save(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Copies of (weights by checkpoint name, optimizer state)."""
+        weights = {name: tensor.detach().clone() for name, tensor in named_tensors(self.model).items()}
+        return weights, self.optimizer.state()
+
+    def load(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        load_tensors(self.model, dict(weights))
+        self.optimizer.load_state(optimizer)
+        self.optimizer.zero_grad()
+        self._veto = None
+
+
+def attach_lora(model: K3Model, cfg: LoraConfig, generator: torch.Generator) -> None:
+    """Freeze the model and give every targeted matrix its pair. Raises ValueError for a target that names nothing."""
+    model.requires_grad_(False)
+    unused: set[str] = set(cfg.targets)
+    for path, module in model.named_modules():
+        leaf = path.rsplit(".", 1)[-1]
+        if isinstance(module, Linear) and leaf in cfg.targets:
+            module.attach_lora(cfg.rank, cfg.alpha, generator)
+            unused.discard(leaf)
+        if isinstance(module, Experts):
+            for name in ("w1", "w2", "w3"):
+                if name in cfg.targets:
+                    module.attach_lora(name, cfg.rank, cfg.alpha, generator)
+                    unused.discard(name)
+    if unused:
+        known: Sequence[str] = sorted(
+            {path.rsplit(".", 1)[-1] for path, m in model.named_modules() if isinstance(m, Linear)} | {"w1", "w2", "w3"}
+        )
+        raise ValueError(f"train.lora_targets: {sorted(unused)} name no matrix of this model; known: {known}")

@@ -1,0 +1,238 @@
+"""Engine: token ids of a history in, sampled tokens out. K3Engine runs it over our own model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from k3core.model.config import K3Config
+from k3core.model.model import Forward, K3Model
+from k3core.model.state import SlotState
+from k3core.model.weights import load_tensors
+from k3core.rollout.sampling import draw, sampling_logprobs, sequence_generator
+from k3core.rollout.scheduler import Waiting, schedule
+from k3core.types import SamplingParams
+from k3kernels.packing import Packing
+
+ROWS = 16  # decode batches are whole multiples of this, so that a row's GEMM does not change with its neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One turn of one sequence. `tokens` is its whole history; what the engine has seen of it must be its prefix."""
+
+    sequence: str
+    tokens: Sequence[int]
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one turn produced.
+
+    logprobs_T are under the sampling distribution; policy_step_T is the version that drew each token.
+    routed_experts_TLk covers the inputs [first_routed, first_routed + len): histories are fed once, so the routes
+    of all turns of a sequence lie end to end.
+    """
+
+    tokens_T: np.ndarray
+    logprobs_T: np.ndarray
+    policy_step_T: np.ndarray
+    first_routed: int
+    routed_experts_TLk: np.ndarray
+    stop: Literal["end_of_turn", "max_tokens", "max_length"]
+
+
+class Engine(Protocol):
+    """Any engine: ours in this process, or a server's client."""
+
+    @property
+    def policy_step(self) -> int: ...
+
+    def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Serve these weights from now on. Raises RuntimeError while sequences are open."""
+
+    async def generate(self, request: GenerateRequest) -> Generation: ...
+
+    def release(self, sequence: str) -> None:
+        """Forget a sequence; its slot is free."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    slot: int
+    generator: np.random.Generator
+    position: int = 0  # tokens fed so far; equals the slot's length
+
+
+@dataclass(slots=True)
+class _Turn:
+    request: GenerateRequest
+    done: asyncio.Future[Generation]
+    first_routed: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
+
+
+class K3Engine:
+    """Continuous batching over our model.
+
+    One loop per engine: it takes waiting turns (prefilling what is new of their histories into the state they go
+    on from), decodes one token for all running sequences, gives finished turns back, and yields to the event loop
+    so that their episodes can run tools and come again. A sequence keeps its slot between turns until released.
+    """
+
+    def __init__(
+        self, cfg: K3Config, stop_token: int, num_slots: int, max_length: int, max_prefill_tokens: int = 4096
+    ) -> None:
+        num_slots = -(-num_slots // ROWS) * ROWS
+        self.model = K3Model(cfg).requires_grad_(False)
+        self.state = SlotState(cfg, num_slots, max_length)
+        self.stop_token = stop_token
+        self.max_length = max_length
+        self.max_prefill_tokens = max_prefill_tokens
+        self.route_dtype = np.uint8 if cfg.num_experts < 255 else np.uint16
+        self._step = -1
+        self._sequences: dict[str, _Sequence] = {}
+        self._waiting: dict[str, _Turn] = {}
+        self._running: dict[str, _Turn] = {}
+        self._loop_task: asyncio.Task[None] | None = None
+
+    @property
+    def policy_step(self) -> int:
+        return self._step
+
+    def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        if self._sequences:
+            raise RuntimeError(f"{len(self._sequences)} sequences are open; their states belong to step {self._step}")
+        load_tensors(self.model, dict(tensors))
+        self._step = step
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        assert self._step >= 0, "load weights first"
+        assert request.sequence not in self._waiting and request.sequence not in self._running
+        if len(request.tokens) >= self.max_length:
+            raise ValueError(f"history of {len(request.tokens)} tokens leaves no room below max_length {self.max_length}")
+        turn = _Turn(request, asyncio.get_running_loop().create_future())
+        self._waiting[request.sequence] = turn
+        if self._loop_task is None or self._loop_task.done():
+            self._loop_task = asyncio.create_task(self._loop())
+        return await turn.done
+
+    def release(self, sequence: str) -> None:
+        assert sequence not in self._running, sequence
+        self._waiting.pop(sequence, None)
+        self._sequences.pop(sequence, None)
+
+    async def _loop(self) -> None:
+        """Runs while there is work. A fault in it reaches every turn that waits for it."""
+        try:
+            while self._waiting or self._running:
+                self._prefill()
+                self._decode()
+                await asyncio.sleep(0)  # finished turns wake their episodes, which may ask again before the next pass
+        except BaseException as fault:
+            for turn in (*self._waiting.values(), *self._running.values()):
+                if not turn.done.done():
+                    turn.done.set_exception(fault)
+            self._waiting.clear()
+            self._running.clear()
+            raise
+
+    @torch.no_grad()
+    def _prefill(self) -> None:
+        used = {sequence.slot for sequence in self._sequences.values()}
+        free = [slot for slot in range(self.state.num_slots) if slot not in used]
+        waiting = []
+        for name, turn in self._waiting.items():
+            known = self._sequences.get(name)
+            new_tokens = len(turn.request.tokens) - (known.position if known else 0)
+            assert new_tokens > 0, f"{name}: nothing new in its history"
+            waiting.append(Waiting(name, new_tokens, known.slot if known else None))
+        plan = schedule(waiting, free, self.max_prefill_tokens)
+        if not plan.prefill:
+            return
+        turns, pieces, slots = [], [], []
+        for name, slot in plan.prefill:
+            turn = self._waiting.pop(name)
+            if name not in self._sequences:
+                self.state.reset(slot)
+                self._sequences[name] = _Sequence(slot, sequence_generator(turn.request.seed))
+            sequence = self._sequences[name]
+            turn.first_routed = sequence.position
+            pieces.append(list(turn.request.tokens[sequence.position :]))
+            turns.append(turn)
+            slots.append(slot)
+        packing = Packing(tuple(len(piece) for piece in pieces))
+        tokens_T = torch.tensor([token for piece in pieces for token in piece])
+        forward = self.model(tokens_T, packing, None, self.state, torch.tensor(slots))
+        routes = _as_routes(forward, self.route_dtype)
+        for turn, start, length in zip(turns, packing.starts_N.tolist(), packing.lengths, strict=True):
+            self._sequences[turn.request.sequence].position += length
+            turn.routes.append(routes[start : start + length])
+            self._running[turn.request.sequence] = turn
+        self._sample(turns, self.model.lm_head(forward.hidden_TD[packing.last_N]))
+
+    @torch.no_grad()
+    def _decode(self) -> None:
+        turns = list(self._running.values())
+        if not turns:
+            return
+        slots = [self._sequences[turn.request.sequence].slot for turn in turns]
+        num_rows = -(-(max(slots) + 1) // ROWS) * ROWS
+        tokens_N = torch.zeros(num_rows, dtype=torch.long)
+        is_active_N = torch.zeros(num_rows, dtype=torch.bool)
+        tokens_N[slots] = torch.tensor([turn.tokens[-1] for turn in turns])
+        is_active_N[slots] = True
+        forward = self.model.decode(tokens_N, self.state, is_active_N)
+        routes = _as_routes(forward, self.route_dtype)
+        for turn, slot in zip(turns, slots, strict=True):
+            self._sequences[turn.request.sequence].position += 1
+            turn.routes.append(routes[slot : slot + 1])
+        self._sample(turns, self.model.lm_head(forward.hidden_TD)[slots])
+
+    def _sample(self, turns: Sequence[_Turn], logits_NV: Tensor) -> None:
+        logprobs_NV = sampling_logprobs(logits_NV, [turn.request.sampling for turn in turns])
+        uniform_N = [self._sequences[turn.request.sequence].generator.random() for turn in turns]
+        tokens_N = draw(logprobs_NV, uniform_N)
+        chosen_N = logprobs_NV.gather(1, tokens_N.unsqueeze(-1)).squeeze(-1)
+        for turn, token, logprob in zip(turns, tokens_N.tolist(), chosen_N.tolist(), strict=True):
+            turn.tokens.append(token)
+            turn.logprobs.append(logprob)
+            turn.steps.append(self._step)
+            self._finish_if_done(turn)
+
+    def _finish_if_done(self, turn: _Turn) -> None:
+        stop: Literal["end_of_turn", "max_tokens", "max_length"]
+        if turn.tokens[-1] == self.stop_token:
+            stop = "end_of_turn"
+        elif len(turn.tokens) >= turn.request.sampling.max_tokens:
+            stop = "max_tokens"
+        elif len(turn.request.tokens) + len(turn.tokens) >= self.max_length:
+            stop = "max_length"
+        else:
+            return
+        del self._running[turn.request.sequence]
+        generation = Generation(
+            tokens_T=np.array(turn.tokens, dtype=np.int32),
+            logprobs_T=np.array(turn.logprobs, dtype=np.float32),
+            policy_step_T=np.array(turn.steps, dtype=np.int32),
+            first_routed=turn.first_routed,
+            routed_experts_TLk=np.concatenate(turn.routes),
+            stop=stop,
+        )
+        if not turn.done.cancelled():
+            turn.done.set_result(generation)
+
+
+def _as_routes(forward: Forward, dtype: type[np.unsignedinteger]) -> np.ndarray:
+    return forward.routed_experts_TLk.numpy().astype(dtype)

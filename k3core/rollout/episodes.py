@@ -1,0 +1,164 @@
+"""Episodes: an engine and an environment take turns until the environment, or a limit, says stop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from k3core.chat import History, MalformedTurn, generation_stub, parse_turn, render_messages, render_tool_results
+from k3core.envs.environment import Environment, InfrastructureError, Limits
+from k3core.rollout.engine import Engine, GenerateRequest, Generation
+from k3core.tokenizer import Tokenizer
+from k3core.types import Prompt, SamplingParams, StopReason, Trajectory
+
+THINKING = False  # the episodes of this project run with the think channel off
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """One episode to run: `sample` numbers the trajectories of a prompt."""
+
+    prompt: Prompt
+    sample: int
+    seed: int
+
+
+def trajectory_seed(*parts: object) -> int:
+    """64 bits from what identifies a trajectory: run seed, step, prompt, sample."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+async def rollout(
+    engine: Engine,
+    environment: Environment,
+    tokenizer: Tokenizer,
+    specs: Sequence[EpisodeSpec],
+    sampling: SamplingParams,
+    limits: Limits,
+    max_running: int,
+    on_done: Callable[[Trajectory], None] = lambda _: None,
+) -> list[Trajectory]:
+    """Run all episodes, at most `max_running` at a time; a finished one leaves and a waiting one enters.
+
+    Returns the trajectories in the order of specs. A fault of the engine ends the rollout (the caller retries it);
+    a fault of one episode's environment ends that episode only, as `infrastructure_error`.
+    """
+    places = asyncio.Semaphore(max_running)
+
+    async def run(spec: EpisodeSpec) -> Trajectory:
+        async with places:
+            trajectory = await run_episode(engine, environment, tokenizer, spec, sampling, limits)
+        on_done(trajectory)
+        return trajectory
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(run(spec)) for spec in specs]
+    return [task.result() for task in tasks]
+
+
+async def run_episode(
+    engine: Engine,
+    environment: Environment,
+    tokenizer: Tokenizer,
+    spec: EpisodeSpec,
+    sampling: SamplingParams,
+    limits: Limits,
+) -> Trajectory:
+    """One trajectory. It depends on its seed and not on its neighbours; the clock can only end it (`timeout`)."""
+    recorder = _Recorder(tokenizer)
+    recorder.history.append_context(render_messages(spec.prompt.messages, tokenizer, thinking=THINKING))
+    sequence = f"{spec.prompt.id}#{spec.sample}"
+    deadline = time.monotonic() + limits.episode_timeout_s
+    stop: StopReason | None = None
+    error: str | None = None
+    deliverables: dict[str, str] = {}
+    num_tool_calls = 0
+    try:
+        with environment.start(spec.prompt) as episode:
+            while stop is None:
+                recorder.history.append_context(generation_stub(tokenizer, THINKING))
+                room = limits.max_tokens - len(recorder.history)
+                if room <= 0:
+                    stop = "max_tokens"
+                    break
+                turn_sampling = replace(sampling, max_tokens=min(limits.max_turn_tokens, room))
+                request = GenerateRequest(sequence, recorder.history.tokens, turn_sampling, spec.seed)
+                generation = await engine.generate(request)
+                recorder.append(generation)
+                if generation.stop != "end_of_turn":
+                    stop = "max_tokens" if room <= limits.max_turn_tokens else "max_turn_tokens"
+                    break
+                try:
+                    turn = parse_turn(generation.tokens_T.tolist(), tokenizer, THINKING)
+                except MalformedTurn:
+                    stop = "parse_error"
+                    break
+                results, stop = episode.step(turn)
+                if stop is None:  # what nobody will read is not appended
+                    recorder.history.append_context(render_tool_results(results, tokenizer))
+                    stop = "timeout" if time.monotonic() > deadline else None
+            deliverables = episode.deliverables()
+            num_tool_calls = episode.num_tool_calls
+    except InfrastructureError as fault:
+        stop, error = "infrastructure_error", str(fault)
+    finally:
+        engine.release(sequence)
+    assert stop is not None
+    return recorder.trajectory(spec, sampling, stop, num_tool_calls, deliverables, error)
+
+
+class _Recorder:
+    """Token by token, what an episode was made of and where each piece came from."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.history = History()
+        self.generations: list[tuple[int, Generation]] = []
+
+    def append(self, generation: Generation) -> None:
+        self.generations.append((len(self.history), generation))
+        self.history.append_sampled(generation.tokens_T.tolist())
+
+    def trajectory(
+        self,
+        spec: EpisodeSpec,
+        sampling: SamplingParams,
+        stop: StopReason,
+        num_tool_calls: int,
+        deliverables: dict[str, str],
+        error: str | None,
+    ) -> Trajectory:
+        T = len(self.history)
+        logprobs_T = np.zeros(T, dtype=np.float32)
+        policy_step_T = np.full(T, -1, dtype=np.int32)
+        routes_TLk = np.zeros((T, 0, 0), dtype=np.uint8)
+        if self.generations:
+            first = self.generations[0][1].routed_experts_TLk
+            routes_TLk = np.full((T, *first.shape[1:]), np.iinfo(first.dtype).max, dtype=first.dtype)
+        for start, generation in self.generations:
+            end = start + len(generation.tokens_T)
+            logprobs_T[start:end] = generation.logprobs_T
+            policy_step_T[start:end] = generation.policy_step_T
+            first_routed = generation.first_routed
+            routes_TLk[first_routed : first_routed + len(generation.routed_experts_TLk)] = generation.routed_experts_TLk
+        return Trajectory(
+            prompt_id=spec.prompt.id,
+            sample=spec.sample,
+            seed=spec.seed,
+            tokens_T=np.array(self.history.tokens, dtype=np.int32),
+            loss_mask_T=np.array(self.history.loss_mask, dtype=bool),
+            rollout_logprobs_T=logprobs_T,
+            routed_experts_TLk=routes_TLk,
+            policy_step_T=policy_step_T,
+            sampling=sampling,
+            stop_reason=stop,
+            num_turns=len(self.generations),
+            num_tool_calls=num_tool_calls,
+            deliverables=deliverables,
+            error=error,
+        )

@@ -1,0 +1,13 @@
+"""Causal attention by torch's own fused kernel; used where queries start at position 0 (CPU training)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def mla_attention_from_start(q_NHQX: Tensor, k_NHQX: Tensor, v_NHQV: Tensor, scale: float) -> Tensor:
+    """mla_attention with query_pos = 0, 1, ...: the values are padded to the keys' width, which the fused kernel wants."""
+    V = v_NHQV.shape[-1]
+    v_NHQX = F.pad(v_NHQV, (0, q_NHQX.shape[-1] - V))
+    return F.scaled_dot_product_attention(q_NHQX, k_NHQX, v_NHQX, is_causal=True, scale=scale)[..., :V]

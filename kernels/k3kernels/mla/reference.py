@@ -1,0 +1,35 @@
+"""Multi-head latent attention without positions: causal attention over latent rows, in two forms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def mla_attention(q_NHQX: Tensor, k_NHSX: Tensor, v_NHSV: Tensor, query_pos_NQ: Tensor, scale: float) -> Tensor:
+    """softmax(q k^T scale) v with key s visible to a query at position p iff s <= p; fp32 softmax.
+
+    Keys of a row lie at positions 0, 1, ...; what lies behind a row's last key is never visible to its queries.
+    """
+    scores_NHQS = (q_NHQX @ k_NHSX.mT) * scale
+    wide = torch.promote_types(scores_NHQS.dtype, torch.float32)
+    hidden_NQS = torch.arange(k_NHSX.shape[2], device=q_NHQX.device) > query_pos_NQ.unsqueeze(-1)
+    scores_NHQS = scores_NHQS.to(wide).masked_fill(hidden_NQS.unsqueeze(1), float("-inf"))
+    return torch.softmax(scores_NHQS, -1).to(v_NHSV.dtype) @ v_NHSV
+
+
+def mla_absorbed(
+    q_nope_NHX: Tensor, q_pe_NHP: Tensor, cache_NSC: Tensor, kv_b_HXR: Tensor, kv_b_HVR: Tensor, pos_N: Tensor, scale: float
+) -> Tensor:
+    """One query per row straight on the latent cache rows (latent R | shared key P): kv_b is folded into q and the output.
+
+    Equal to mla_attention over kv_b's expansion up to rounding. pos_N is the position of the query, its row included.
+    """
+    R = kv_b_HXR.shape[-1]
+    q_NHC = torch.cat([torch.einsum("nhx,hxr->nhr", q_nope_NHX, kv_b_HXR), q_pe_NHP], -1)
+    scores_NHS = (q_NHC @ cache_NSC.mT) * scale
+    wide = torch.promote_types(scores_NHS.dtype, torch.float32)
+    hidden_NS = torch.arange(cache_NSC.shape[1], device=cache_NSC.device) > pos_N.unsqueeze(-1)
+    prob_NHS = torch.softmax(scores_NHS.to(wide).masked_fill(hidden_NS.unsqueeze(1), float("-inf")), -1)
+    latent_NHR = prob_NHS.to(cache_NSC.dtype) @ cache_NSC[..., :R]
+    return torch.einsum("nhr,hvr->nhv", latent_NHR, kv_b_HVR)

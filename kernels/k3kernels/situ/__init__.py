@@ -1,0 +1,3 @@
+"""SiTU gated activation."""
+
+from k3kernels.situ.eager import situ as situ
