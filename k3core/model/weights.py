@@ -27,6 +27,10 @@ def named_tensors(model: K3Model) -> dict[str, Tensor]:
     return tensors
 
 
+def is_adapter_tensor(name: str) -> bool:
+    return name.endswith((".lora_A", ".lora_B"))
+
+
 @torch.no_grad()
 def load_tensors(model: K3Model, tensors: dict[str, Tensor]) -> None:
     """Copy into the model's own storage. Raises ValueError that lists every missing, unexpected or misshapen tensor

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from k3core.chat import History, generation_stub, render_messages, render_tool_results, render_turn
+from k3core.rl.optim import StepResult
+from k3core.rl.trainer import Trainer
+from k3core.tokenizer import Tokenizer
+from k3core.types import Message
 from k3kernels.packing import Packing
 
 
@@ -19,16 +26,50 @@ class Demonstration:
     loss_mask: tuple[bool, ...]
 
 
-def cross_entropy_loss(logprobs_M: Tensor, num_targets: int) -> Tensor:
-    """Mean negative log-likelihood over the step's trained tokens; micro-batches add up."""
-    return -logprobs_M.sum() / num_targets
+@dataclass(frozen=True, slots=True)
+class SupervisedStep:
+    """loss: mean negative log-likelihood in nats per trained token."""
+
+    loss: float
+    num_tokens: int
+    result: StepResult
 
 
-def pack(demonstrations: Sequence[Demonstration]) -> tuple[Tensor, Packing, Tensor]:
-    """tokens_T, packing, and target_M as in Batch."""
-    tokens_T = torch.tensor([token for d in demonstrations for token in d.tokens])
-    mask_T = torch.tensor([m for d in demonstrations for m in d.loss_mask])
-    return tokens_T, Packing(tuple(len(d.tokens) for d in demonstrations)), mask_T.nonzero().squeeze(-1)
+def demonstration(messages: Sequence[Message], tokenizer: Tokenizer, thinking: bool) -> Demonstration:
+    """The same token layout as an episode's: prompt, then stub, turn, tool results, stub, turn, ..."""
+    history = History()
+    for role, group in groupby(messages, key=lambda message: message.role):
+        if role == "assistant":
+            for message in group:
+                history.append_context(generation_stub(tokenizer, thinking))
+                history.append_sampled(render_turn(message, tokenizer, thinking))
+        elif role == "tool":
+            history.append_context(render_tool_results(list(group), tokenizer))
+        else:
+            history.append_context(render_messages(list(group), tokenizer, thinking=thinking))
+    return Demonstration(tuple(history.tokens), tuple(history.loss_mask))
+
+
+def supervised_step(
+    trainer: Trainer, demonstrations: Sequence[Demonstration], microbatch_rows: int, learning_rate: float
+) -> SupervisedStep:
+    """One optimizer step of the mean negative log-likelihood over all trained tokens of these demonstrations."""
+    by_length = sorted(demonstrations, key=lambda d: len(d.tokens))
+    num_targets = sum(sum(d.loss_mask) for d in by_length)
+
+    def loss(logprobs_M: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        value = -logprobs_M.sum() / num_targets
+        return value, {"loss": value.detach()}
+
+    total, num_tokens = 0.0, 0
+    for start in range(0, len(by_length), microbatch_rows):
+        rows = by_length[start : start + microbatch_rows]
+        tokens_T = torch.tensor([token for d in rows for token in d.tokens])
+        target_M = torch.tensor([m for d in rows for m in d.loss_mask]).nonzero().squeeze(-1)
+        packing = Packing(tuple(len(d.tokens) for d in rows))
+        total += float(trainer.forward_backward(tokens_T, packing, target_M, loss)["loss"])
+        num_tokens += packing.num_tokens
+    return SupervisedStep(total, num_tokens, trainer.optim_step(learning_rate))
 
 
 def warmup_cosine(step: int, steps: int, warmup: int, floor: float) -> float:
@@ -36,7 +77,4 @@ def warmup_cosine(step: int, steps: int, warmup: int, floor: float) -> float:
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
-    return floor + (1 - floor) * 0.5 * (1 + float(torch.cos(torch.tensor(progress * torch.pi))))
-
-
-Draw = Callable[[int], Demonstration]
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))

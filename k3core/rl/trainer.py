@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from k3core.model.config import K3Config
-from k3core.model.layers import Linear
+from k3core.model.lora import LoraConfig, attach_lora
 from k3core.model.model import K3Model
-from k3core.model.moe import Experts
 from k3core.model.weights import load_tensors, named_tensors
 from k3core.rl.optim import NamedAdamW, OptimConfig, StepResult
 from k3kernels.packing import Packing
-
-
-@dataclass(frozen=True, slots=True)
-class LoraConfig:
-    """targets are module names (q_proj, o_proj, ...) and w1, w2, w3 for the experts' matrices."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
 
 
 Loss = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -88,24 +77,3 @@ class Trainer:
         self.optimizer.load_state(optimizer)
         self.optimizer.zero_grad()
         self._veto = None
-
-
-def attach_lora(model: K3Model, cfg: LoraConfig, generator: torch.Generator) -> None:
-    """Freeze the model and give every targeted matrix its pair. Raises ValueError for a target that names nothing."""
-    model.requires_grad_(False)
-    unused: set[str] = set(cfg.targets)
-    for path, module in model.named_modules():
-        leaf = path.rsplit(".", 1)[-1]
-        if isinstance(module, Linear) and leaf in cfg.targets:
-            module.attach_lora(cfg.rank, cfg.alpha, generator)
-            unused.discard(leaf)
-        if isinstance(module, Experts):
-            for name in ("w1", "w2", "w3"):
-                if name in cfg.targets:
-                    module.attach_lora(name, cfg.rank, cfg.alpha, generator)
-                    unused.discard(name)
-    if unused:
-        known: Sequence[str] = sorted(
-            {path.rsplit(".", 1)[-1] for path, m in model.named_modules() if isinstance(m, Linear)} | {"w1", "w2", "w3"}
-        )
-        raise ValueError(f"train.lora_targets: {sorted(unused)} name no matrix of this model; known: {known}")

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from k3core.model.config import K3Config
+from k3core.model.lora import LoraConfig, attach_lora
 from k3core.model.model import Forward, K3Model
 from k3core.model.state import SlotState
-from k3core.model.weights import load_tensors
+from k3core.model.weights import load_tensors, named_tensors
 from k3core.rollout.sampling import draw, sampling_logprobs, sequence_generator
 from k3core.rollout.scheduler import Waiting, schedule
 from k3core.types import SamplingParams
@@ -92,10 +93,19 @@ class K3Engine:
     """
 
     def __init__(
-        self, cfg: K3Config, stop_token: int, num_slots: int, max_length: int, max_prefill_tokens: int = 4096
+        self,
+        cfg: K3Config,
+        stop_token: int,
+        num_slots: int,
+        max_length: int,
+        max_prefill_tokens: int = 4096,
+        lora: LoraConfig | None = None,
     ) -> None:
         num_slots = -(-num_slots // ROWS) * ROWS
-        self.model = K3Model(cfg).requires_grad_(False)
+        self.model = K3Model(cfg)
+        if lora is not None:
+            attach_lora(self.model, lora, torch.Generator())
+        self.model.requires_grad_(False)
         self.state = SlotState(cfg, num_slots, max_length)
         self.stop_token = stop_token
         self.max_length = max_length
@@ -116,6 +126,10 @@ class K3Engine:
             raise RuntimeError(f"{len(self._sequences)} sequences are open; their states belong to step {self._step}")
         load_tensors(self.model, dict(tensors))
         self._step = step
+
+    def served_tensors(self) -> dict[str, Tensor]:
+        """The weights that it computes with, by checkpoint name."""
+        return named_tensors(self.model)
 
     async def generate(self, request: GenerateRequest) -> Generation:
         assert self._step >= 0, "load weights first"

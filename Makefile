@@ -1,0 +1,38 @@
+# make setup | demo [SEED=1] | test | lint | clean
+PYTHON ?= python3
+SEED ?= 0
+RUN := demo$(if $(filter-out 0,$(SEED)),-seed$(SEED))
+READY := .venv/.ready
+
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export OMP_NUM_THREADS := 1
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export DO_NOT_TRACK := true
+export MLFLOW_DISABLE_TELEMETRY := true
+export HF_HUB_OFFLINE := 1
+
+.PHONY: setup demo test lint clean
+
+setup: $(READY)
+
+# Once, and again when the requirements change.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	pip install --quiet -c constraints.txt -e '.[test,kernels]'
+	touch $@
+
+demo: setup
+	k3 train infra/configs/tiny.toml run=$(RUN) seed=$(SEED)
+
+lint: setup
+	ruff check
+	ruff format --check
+	lint-imports
+	mypy
+
+test: lint
+	pytest
+
+clean:
+	rm -rf build *.egg-info .*_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

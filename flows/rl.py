@@ -1,0 +1,56 @@
+"""rl_training: the loop. What happens after what."""
+
+from __future__ import annotations
+
+from prefect import flow
+from prefect.futures import PrefectFuture
+
+from flows.stages import Stages
+from infra.config import RunConfig
+from infra.stages.context import Inputs
+from infra.stages.report import RunHistory
+from infra.stages.track import tracking_uri
+from k3core.types import PolicyVersion, Ref
+from tasks.prepare import prepare
+from tasks.report import report
+
+
+@flow(name="rl_training", flow_run_name="{cfg.run}", validate_parameters=False)
+def rl_training(cfg: RunConfig) -> str:
+    """Warm start, then `cfg.steps` iterations; evaluated before the first, every `evaluate.every` and after the last.
+
+    The control arms run beside the loop. Returns the folder that holds the report.
+    """
+    inputs = prepare(cfg)
+    stages = Stages(cfg, inputs)
+    trained = stages.warm_start()
+    history = RunHistory(trained)
+    policy = release(stages, history, trained, None, ())
+    arms = {name: stages.control(policy, name) for name in cfg.control.arms}
+    optimizer: Ref | None = None
+    for _ in range(cfg.steps):
+        policy, optimizer = rl_iteration(stages, history, policy, optimizer)
+    history.controls = {name: arm.result() for name, arm in arms.items()}
+    return report(inputs, cfg.root, tracking_uri(cfg), cfg.tracking, history)
+
+
+def rl_iteration(
+    stages: Stages, history: RunHistory, policy: PolicyVersion, optimizer: Ref | None
+) -> tuple[PolicyVersion, Ref]:
+    """One pass: rollouts of `policy`, graded; an update; the next version, published, evaluated, tracked."""
+    rollouts, scores = stages.rollout_and_score(policy)
+    trained = stages.update(policy, scores, optimizer)
+    policy = release(stages, history, trained, policy, (rollouts, scores, trained))
+    return policy, stages.output(trained, "optimizer")
+
+
+def release(
+    stages: Stages, history: RunHistory, trained: Ref, parent: PolicyVersion | None, made_by: tuple[Ref, ...]
+) -> PolicyVersion:
+    """Publish, evaluate when it is time, track."""
+    published = stages.publish(trained, parent)
+    policy = stages.policy(published)
+    evaluation = stages.evaluate(policy)
+    tracked = stages.track((*made_by, published), evaluation)
+    history.add(policy, (*made_by, published), evaluation, tracked)
+    return policy

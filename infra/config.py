@@ -1,0 +1,403 @@
+"""RunConfig: the one config tree. A TOML file plus `key=value` overrides in, a checked frozen tree out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+
+from infra.config_errors import explain
+from infra.config_rules import Problem, contradictions
+from k3core.envs.environment import Limits
+from k3core.model.config import K3Config
+from k3core.model.lora import LoraConfig
+from k3core.rewards.rubric import RewardConfig
+from k3core.rl.gspo import GspoConfig
+from k3core.rl.optim import OptimConfig
+from k3core.rl.update import UpdateConfig
+
+SHIPPED = Path(__file__).parent / "configs"
+
+# TOML has no null: a setting that may be off is written `"none"` (on the command line: key=none).
+NONE = "none"
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+
+
+class ConfigError(ValueError):
+    """What is wrong with a config, one line each. Raised instead of a partly honoured config."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems: tuple[str, ...] = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    """corpus_prompts: how many of the environment's prompts the byte-pair merges are learnt from."""
+
+    vocab_size: Annotated[int, Field(ge=300)] = 512
+    corpus_prompts: Count = 400
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentConfig:
+    """path: a checkout of the LAB benchmark, for name "lab" only. The others are k3core.envs.environment.Limits."""
+
+    name: Literal["contracts", "lab"] = "contracts"
+    path: str | None = None
+    max_turns: Count = 6
+    max_turn_tokens: Count = 96
+    max_tokens: Count = 512
+    max_output_bytes: Count = 1500
+    tool_timeout_s: Positive = 2.0
+    max_calls_per_turn: Count = 4
+    episode_timeout_s: Positive = 600.0
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(**{limit.name: getattr(self, limit.name) for limit in fields(Limits)})
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartConfig:
+    """Supervised steps before the first update. init: a released checkpoint to start from instead of random weights.
+
+    expert_share: how many of the demonstrations are flawless; the others carry mistakes for RL to unlearn.
+    """
+
+    init: str | None = None
+    steps: Natural = 700
+    rows: Count = 8
+    learning_rate: Positive = 3e-3
+    expert_share: Fraction = 0.45
+    checkpoint_every: Count = 100
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    """max_running: sequences that decode together in the engine."""
+
+    prompts_per_step: Count = 16
+    group_size: Count = 8
+    max_running: Count = 128
+    temperature: Positive = 1.0
+    top_p: TopP = 1.0
+    top_k: Natural = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """lora_*: read in mode "lora" only. max_vetoes: non-finite steps in a row that end the run.
+
+    normalize_std: advantages are divided by their group's standard deviation.
+    """
+
+    mode: Literal["full", "lora"] = "full"
+    learning_rate: Positive = 5e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+    grad_clip: Positive = 1.0
+    normalize_std: bool = True
+    minibatches: Count = 2
+    microbatch_rows: Count = 16
+    router_replay: bool = True
+    lora_rank: Count = 16
+    lora_alpha: Positive = 32.0
+    lora_targets: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "g_proj",
+        "o_proj",
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+    )
+    max_vetoes: Count = 3
+
+    @property
+    def optim(self) -> OptimConfig:
+        return OptimConfig(**{setting.name: getattr(self, setting.name) for setting in fields(OptimConfig)})
+
+    @property
+    def update(self) -> UpdateConfig:
+        return UpdateConfig(**{setting.name: getattr(self, setting.name) for setting in fields(UpdateConfig)})
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """None in mode "full"."""
+        return LoraConfig(self.lora_rank, self.lora_alpha, self.lora_targets) if self.mode == "lora" else None
+
+
+@dataclass(frozen=True, slots=True)
+class PublishConfig:
+    """full_every: steps between whole bases; the versions between them are deltas."""
+
+    full_every: Count = 10
+    zstd_level: Annotated[int, Field(ge=1, le=22)] = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateConfig:
+    """confidence: of the paired interval between two versions. One prompt alone has no standard error."""
+
+    every: Count = 5
+    prompts: Annotated[int, Field(ge=2)] = 50
+    samples: Count = 4
+    temperature: Positive = 1.0
+    top_p: TopP = 1.0
+    top_k: Natural = 0
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class ControlConfig:
+    """The control arm: the warm start trained on `sequences` more demonstrations, as many as RL sees trajectories.
+
+    expert_only: besides it, an arm that trains on as many flawless ones alone.
+    """
+
+    enabled: bool = True
+    sequences: Count = 2560
+    expert_only: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TrackingConfig:
+    """mlflow_uri None: an SQLite file below root."""
+
+    mlflow_uri: str | None = None
+    experiment: Annotated[str, Field(min_length=1)] = "k3rl"
+    model_name: Annotated[str, Field(min_length=1)] = "policy"
+
+
+@dataclass(frozen=True, slots=True)
+class TasksConfig:
+    """How Prefect retries a stage."""
+
+    retries: Natural = 2
+    retry_delay_s: NonNegative = 1.0
+    timeout_s: Positive = 3600.0
+
+
+@with_config(ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """Everything a run depends on. `root` is where it is stored: a folder, file://, memory:// or s3://."""
+
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "tiny"
+    seed: Natural = 0
+    root: Annotated[str, Field(min_length=1)] = "runs"
+    steps: Count = 20
+    model: K3Config = field(default_factory=K3Config)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    gspo: GspoConfig = field(default_factory=GspoConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+
+
+_ADAPTER = TypeAdapter(RunConfig)
+
+
+def shipped_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in SHIPPED.glob("*.toml")))
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """`path` is a TOML file or the bare name of a shipped config; an override is `section.key=value`.
+
+    Raises ConfigError with every problem found. Lines about a setting of the file start with the file's name.
+    """
+    file = _find(path)
+    try:
+        text = file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{file.name}: not TOML: {error}"]) from error
+    return parse(text, file.name, overrides)
+
+
+def parse(text: str, name: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The same for a file's text; `name` is what its problems are called by."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f"{name}: not TOML: {error}"]) from error
+    changes, malformed = _parse_overrides(overrides)
+    for key, value in changes.items():
+        _set(data, key.split("."), value)
+
+    problems = list(malformed)
+    for keys, message in _problems(data):
+        from_command_line = any(_overlap(key, change) for key in keys for change in changes)
+        problems.append(message if from_command_line else f"{name}: {message}")
+    if problems:
+        raise ConfigError(problems)
+    return _build(data)
+
+
+def dump(cfg: RunConfig) -> str:
+    """TOML that `load` reads back to an equal config. Settings that train.mode leaves unread are left out."""
+    lines: list[str] = []
+    tables: list[str] = []
+    for section in fields(cfg):
+        value = getattr(cfg, section.name)
+        if not is_dataclass(value):
+            lines.append(f"{section.name} = {_toml(value)}")
+            continue
+        tables += ["", f"[{section.name}]"]
+        for entry in fields(value):
+            if section.name == "train" and cfg.train.mode != "lora" and entry.name.startswith("lora_"):
+                continue
+            tables.append(f"{entry.name} = {_toml(getattr(value, entry.name))}")
+    return "\n".join([*lines, *tables]) + "\n"
+
+
+def digest(cfg: RunConfig, sections: Collection[str]) -> str:
+    """sha256 over the canonical JSON of these top-level names: the cache key of a stage that reads only them."""
+    tree = asdict(cfg)
+    assert set(sections) <= set(tree), f"not in RunConfig: {set(sections) - set(tree)}"
+    canonical = json.dumps({name: tree[name] for name in sections}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _find(path: str | Path) -> Path:
+    file = Path(path)
+    if file.is_file():
+        return file
+    shipped = SHIPPED / f"{path}.toml"
+    if file.suffix == "" and file.parent == Path() and shipped.is_file():
+        return shipped
+    raise ConfigError([f"{path}: no such file, and not a shipped config ({', '.join(shipped_names())})"])
+
+
+def _parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Values are TOML; what is not TOML is taken as text, so that run=demo needs no quotes."""
+    changes: dict[str, Any] = {}
+    malformed: list[str] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not all(key.split(".")):
+            malformed.append(f"{override}: expected key=value, for example train.learning_rate=1e-4")
+            continue
+        try:
+            parsed = tomllib.loads(f"value = {text}")
+        except tomllib.TOMLDecodeError:
+            parsed = {}
+        changes[key] = parsed["value"] if parsed.keys() == {"value"} else text.strip()
+    return changes, malformed
+
+
+def _set(data: dict[str, Any], keys: Sequence[str], value: object) -> None:
+    for key in keys[:-1]:
+        if not isinstance(data.get(key), dict):
+            data[key] = {}
+        data = data[key]
+    data[keys[-1]] = value
+
+
+def _overlap(key: str, change: str) -> bool:
+    """One names the other or a part of it."""
+    return f"{key}.".startswith(f"{change}.") or f"{change}.".startswith(f"{key}.")
+
+
+def _build(data: Mapping[str, Any]) -> RunConfig:
+    # JSON, because strict validation takes only instances for dataclasses and tuples unless the input is JSON.
+    return _ADAPTER.validate_json(json.dumps(_nones(RunConfig, data), default=str))
+
+
+def _nones(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """`"none"` becomes None where the setting may be off."""
+    hints = get_type_hints(cls)
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        hint = hints.get(key)
+        if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
+            out[key] = _nones(hint, value)
+        else:
+            out[key] = None if value == NONE and NoneType in get_args(hint) else value
+    return out
+
+
+def _problems(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """Faulty settings fall back to their defaults, so that contradictions among the others are found as well."""
+    faulty: set[str] = set()
+    try:
+        cfg = _build(data)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            faulty.add(_dotted(detail["loc"][:2]))
+            yield (_dotted(detail["loc"]),), explain(detail, _known_keys())
+        cfg = _build(_without(data, faulty))
+    for keys, message in contradictions(cfg, _written(data)):
+        if faulty.isdisjoint(keys) and faulty.isdisjoint(key.split(".")[0] for key in keys):
+            yield keys, message
+
+
+def _without(data: Mapping[str, Any], faulty: Collection[str]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in data.items():
+        if key in faulty:
+            continue
+        if isinstance(value, dict):
+            value = {name: inner for name, inner in value.items() if f"{key}.{name}" not in faulty}
+        kept[key] = value
+    return kept
+
+
+def _dotted(loc: Sequence[int | str]) -> str:
+    return ".".join(str(part) for part in loc)
+
+
+def _written(data: Mapping[str, Any]) -> set[str]:
+    """Dotted keys that the file or the command line sets, whatever their values."""
+    written: set[str] = set()
+    for key, value in data.items():
+        written |= {f"{key}.{inner}" for inner in value} if isinstance(value, dict) else {key}
+    return written
+
+
+def _known_keys() -> dict[str, tuple[str, ...]]:
+    """Section name ("" for the top level) to its keys."""
+    known = {"": tuple(entry.name for entry in fields(RunConfig))}
+    for name, hint in get_type_hints(RunConfig).items():
+        if is_dataclass(hint):
+            known[name] = tuple(entry.name for entry in fields(hint))
+    return known
+
+
+def _toml(value: object) -> str:
+    if value is None:
+        return _toml(NONE)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    # JSON's escapes are TOML's, but for the one control character that JSON leaves bare.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

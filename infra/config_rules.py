@@ -1,0 +1,192 @@
+"""Which settings do not go together. Each rule names all the settings that it is about."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from k3core.eval.suite import NUM_PROMPTS
+from k3core.model.config import K3Config
+from k3core.rl.gspo import GspoConfig
+
+if TYPE_CHECKING:  # infra.config calls these rules
+    from infra.config import RunConfig
+
+SCHEMES = ("file", "memory", "s3")
+
+# Between two sound implementations of one model a token's log-probability differs by about this much (nat).
+TOKEN_NOISE = 0.04
+
+Problem = tuple[tuple[str, ...], str]  # the settings it is about, its line
+
+
+def contradictions(cfg: RunConfig, written: Collection[str]) -> Iterator[Problem]:
+    """Settings that are each fine and cannot be honoured as they stand: (the settings, one line)."""
+    yield from _model_problems(cfg.model)
+    yield from _gspo_problems(cfg.gspo)
+
+    scheme, separator, _ = cfg.root.partition("://")
+    if separator and scheme not in SCHEMES:
+        yield ("root",), f"root: must be a folder or one of file://, memory://, s3://, got {json.dumps(cfg.root)}"
+    elif separator and scheme != "file" and cfg.tracking.mlflow_uri is None:
+        yield (
+            ("root", "tracking.mlflow_uri"),
+            f"root {cfg.root} and tracking.mlflow_uri none: no SQLite file can lie there; set tracking.mlflow_uri",
+        )
+    if cfg.tokenizer.vocab_size > cfg.model.vocab_size:
+        yield (
+            ("tokenizer.vocab_size", "model.vocab_size"),
+            f"tokenizer.vocab_size {cfg.tokenizer.vocab_size} and model.vocab_size {cfg.model.vocab_size}: "
+            "the model has no embedding for the last tokens",
+        )
+
+    env = cfg.environment
+    if env.max_turn_tokens > env.max_tokens:
+        yield (
+            ("environment.max_turn_tokens", "environment.max_tokens"),
+            f"environment.max_turn_tokens {env.max_turn_tokens} and environment.max_tokens {env.max_tokens}: "
+            "one turn cannot be longer than the whole episode",
+        )
+    if env.name == "lab" and env.path is None:
+        yield (
+            ("environment.name", "environment.path"),
+            'environment.name "lab" and environment.path none: set environment.path to a checkout of the benchmark',
+        )
+    if env.name != "lab" and env.path is not None:
+        yield (
+            ("environment.name", "environment.path"),
+            f'environment.name "{env.name}" and environment.path {json.dumps(env.path)}: only "lab" reads a path',
+        )
+    if cfg.warm_start.steps == 0 and cfg.warm_start.init is None:
+        yield (
+            ("warm_start.steps", "warm_start.init"),
+            "warm_start.steps 0 and warm_start.init none: a random policy earns no reward to learn from; "
+            "set one of them",
+        )
+
+    rollout, train = cfg.rollout, cfg.train
+    if rollout.group_size < 2:
+        yield (
+            ("rollout.group_size",),
+            "rollout.group_size 1 and gspo: advantages are differences within a group, and a group of one has none; "
+            "use at least 2",
+        )
+    for key, cuts in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)):
+        if cuts:
+            yield (
+                (f"rollout.{key}",),
+                f"rollout.{key} {getattr(rollout, key)} and train: the engine's log-probabilities would be of the cut "
+                "distribution and the trainer's of the whole one, so the ratio would not be 1 at equal weights; "
+                f"use rollout.{key} {'1.0' if key == 'top_p' else '0'} (evaluate.{key} is free)",
+            )
+    trajectories = rollout.prompts_per_step * rollout.group_size
+    if train.minibatches > trajectories:
+        yield (
+            ("train.minibatches", "rollout.prompts_per_step", "rollout.group_size"),
+            f"train.minibatches {train.minibatches} and rollout.prompts_per_step x rollout.group_size = "
+            f"{trajectories}: a minibatch holds at least one trajectory",
+        )
+    if train.mode != "lora":
+        for key in sorted(key for key in written if key.startswith("train.lora_")):
+            yield (
+                (key, "train.mode"),
+                f'{key} and train.mode "{train.mode}": only mode "lora" reads it; set train.mode or remove it',
+            )
+    if cfg.evaluate.every > cfg.steps:
+        yield (
+            ("evaluate.every", "steps"),
+            f"evaluate.every {cfg.evaluate.every} and steps {cfg.steps}: no step would be evaluated on the way; "
+            "use evaluate.every <= steps",
+        )
+    if env.name == "contracts" and cfg.evaluate.prompts > NUM_PROMPTS:
+        yield (
+            ("evaluate.prompts", "environment.name"),
+            f'evaluate.prompts {cfg.evaluate.prompts} and environment.name "contracts": its frozen suite has '
+            f"{NUM_PROMPTS} prompts",
+        )
+
+
+def warnings(cfg: RunConfig) -> tuple[str, ...]:
+    """Settings that are honoured, and that one should know the consequence of. One line each."""
+    found: list[str] = []
+    noise = 3 * TOKEN_NOISE / math.sqrt(cfg.environment.max_tokens)
+    narrowest = min(cfg.gspo.clip_low, cfg.gspo.clip_high)
+    if cfg.gspo.tis_cap is None and narrowest < noise:
+        found.append(
+            f"gspo.tis_cap none, gspo.clip_low {cfg.gspo.clip_low:g} and gspo.clip_high {cfg.gspo.clip_high:g}: engine "
+            f"and trainer may differ by {noise:.2g} in a sequence's ratio at equal weights, which is more than the "
+            "clip lets the policy move and which nothing then corrects; set gspo.tis_cap, or clip no closer than that"
+        )
+    sequences = cfg.steps * cfg.rollout.prompts_per_step * cfg.rollout.group_size
+    if cfg.control.enabled and cfg.control.sequences != sequences:
+        found.append(
+            f"control.sequences {cfg.control.sequences} and steps x rollout.prompts_per_step x rollout.group_size = "
+            f"{sequences}: the control arm does not see as many sequences as RL does"
+        )
+    return tuple(found)
+
+
+def _model_problems(model: K3Config) -> Iterator[Problem]:
+    for entry in fields(model):
+        value = getattr(model, entry.name)
+        may_be_negative = entry.name == "gate_lower_bound"
+        least = 0 if entry.name in ("first_k_dense_replace", "num_shared_experts", "qk_rope_head_dim") else 1
+        if isinstance(value, bool) or value is None or may_be_negative:
+            continue
+        if isinstance(value, int) and value < least:
+            yield (f"model.{entry.name}",), f"model.{entry.name}: must be >= {least}, got {value}"
+        if isinstance(value, float) and value <= 0:
+            yield (f"model.{entry.name}",), f"model.{entry.name}: must be > 0, got {value:g}"
+    if model.gate_lower_bound is not None and not -5.0 <= model.gate_lower_bound < 0:
+        yield (
+            ("model.gate_lower_bound",),
+            f"model.gate_lower_bound: must be in [-5, 0) or none, got {model.gate_lower_bound:g}",
+        )
+    if model.hidden_act not in ("situ", "silu"):
+        yield ("model.hidden_act",), f"model.hidden_act: must be 'situ' or 'silu', got {json.dumps(model.hidden_act)}"
+    layers = model.full_attn_layers
+    if list(layers) != sorted(set(layers)) or not all(1 <= layer <= model.num_hidden_layers for layer in layers):
+        yield (
+            ("model.full_attn_layers", "model.num_hidden_layers"),
+            f"model.full_attn_layers {list(layers)} and model.num_hidden_layers {model.num_hidden_layers}: "
+            "layers count from 1, ascending, each once",
+        )
+    if model.first_k_dense_replace > model.num_hidden_layers:
+        yield (
+            ("model.first_k_dense_replace", "model.num_hidden_layers"),
+            f"model.first_k_dense_replace {model.first_k_dense_replace} and model.num_hidden_layers "
+            f"{model.num_hidden_layers}: there are not so many layers",
+        )
+    if model.num_experts_per_token > model.num_experts:
+        yield (
+            ("model.num_experts_per_token", "model.num_experts"),
+            f"model.num_experts_per_token {model.num_experts_per_token} and model.num_experts {model.num_experts}: "
+            "a token cannot choose more experts than there are",
+        )
+
+
+def _gspo_problems(gspo: GspoConfig) -> Iterator[Problem]:
+    if not 0 < gspo.clip_low < 1:
+        yield ("gspo.clip_low",), f"gspo.clip_low: must be > 0 and < 1, got {gspo.clip_low:g}"
+    if gspo.clip_high <= 0:
+        yield ("gspo.clip_high",), f"gspo.clip_high: must be > 0, got {gspo.clip_high:g}"
+    elif gspo.dual_clip is not None and gspo.dual_clip <= 1 + gspo.clip_high:
+        yield (
+            ("gspo.dual_clip", "gspo.clip_high"),
+            f"gspo.dual_clip {gspo.dual_clip:g} and gspo.clip_high {gspo.clip_high:g}: the dual clip bounds ratios "
+            "that the clip lets through, so it must be > 1 + clip_high (3 is customary)",
+        )
+    if gspo.mask_ratio_above is not None and gspo.mask_ratio_above <= 1:
+        yield (
+            ("gspo.mask_ratio_above",),
+            f"gspo.mask_ratio_above: must be > 1 or none (an unchanged token has ratio 1), "
+            f"got {gspo.mask_ratio_above:g}",
+        )
+    if gspo.tis_cap is not None and gspo.tis_cap < 1:
+        yield (
+            ("gspo.tis_cap",),
+            f"gspo.tis_cap: must be >= 1 or none (equal log-probabilities weigh 1), got {gspo.tis_cap:g}",
+        )

@@ -1,0 +1,56 @@
+"""Child processes that do a stage's work beside this one, and that never outlive it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+class ChildFailed(Exception):
+    """A child process ended with another code than 0; its last words are the message."""
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run_job(module: str, job: Mapping[str, Any], on_progress: Callable[[int, int], None]) -> None:
+    """Run `python -m module` with the job as JSON on stdin, until it ends.
+
+    Takes lines `progress DONE OF` from its stdout. The kernel kills the child when this process dies, however it dies;
+    an exception here (a cancel, a time-out) kills it too. Raises ChildFailed.
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        child.stdin.write(json.dumps(job))
+        child.stdin.close()
+        for line in child.stdout:
+            word, *numbers = line.split()
+            if word == "progress":
+                on_progress(int(numbers[0]), int(numbers[1]))
+        assert child.stderr is not None
+        errors = child.stderr.read()
+        if child.wait() != 0:
+            last = "\n".join(errors.strip().splitlines()[-15:])
+            raise ChildFailed(f"{module} ended with code {child.returncode}: {last}")
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,93 @@
+"""The parts that a config names: model settings, optimizer, environment, prompts, judge. Data in, values out."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+
+from infra.config import RunConfig
+from k3core.chat import training_texts
+from k3core.envs.contracts import ContractsEnvironment, generate
+from k3core.envs.demonstrations import mixture
+from k3core.envs.environment import Environment
+from k3core.envs.lab import read_tasks
+from k3core.eval.suite import Suite, frozen_suite, prompt_sha256, suite_sha256
+from k3core.rewards.judge import Judge, RuleJudge
+from k3core.rl.optim import OptimConfig
+from k3core.tokenizer import Tokenizer
+from k3core.types import Prompt, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A run of supervised steps: which demonstrations, from which index on."""
+
+    name: str
+    expert_share: float
+    first_index: int
+
+
+def build_environment(cfg: RunConfig) -> Environment:
+    return ContractsEnvironment(cfg.environment.limits)
+
+
+def build_judge(cfg: RunConfig) -> Judge:
+    del cfg  # one judge so far: the rubric's own checks
+    return RuleJudge()
+
+
+def build_tokenizer(cfg: RunConfig) -> Tokenizer:
+    """Byte-pair merges learnt from demonstrations that no arm trains on (negative indices)."""
+    conversations = (
+        mixture(cfg.warm_start.seed, -1 - i, cfg.warm_start.expert_share)[2]
+        for i in range(cfg.tokenizer.corpus_prompts)
+    )
+    return Tokenizer.train((text for c in conversations for text in training_texts(c)), cfg.tokenizer.vocab_size)
+
+
+def train_prompts(cfg: RunConfig, step: int, attempt: int) -> list[Prompt]:
+    """The prompts of one step; another attempt (after a batch without variance) draws others."""
+    count = cfg.rollout.prompts_per_step
+    if cfg.environment.name == "lab":
+        pool = _lab_prompts(cfg)[cfg.evaluate.prompts :]
+        if not pool:
+            raise ValueError(
+                f"environment.path: {cfg.environment.path} has no task left for training after evaluate.prompts ="
+                f" {cfg.evaluate.prompts} for evaluation; lower evaluate.prompts"
+            )
+        start = (step + attempt * cfg.steps) * count
+        return [pool[(start + i) % len(pool)] for i in range(count)]
+    start = (step + attempt * 1_000_000) * count
+    return [generate(cfg.seed, start + i, "train") for i in range(count)]
+
+
+def eval_suite(cfg: RunConfig) -> Suite:
+    if cfg.environment.name == "lab":
+        prompts = _lab_prompts(cfg)[: cfg.evaluate.prompts]
+        return Suite("lab", prompts, suite_sha256([prompt_sha256(prompt) for prompt in prompts]))
+    return frozen_suite(cfg.evaluate.prompts)
+
+
+def rubric_sha256(suite: Suite) -> str:
+    """Digest of every criterion of the suite."""
+    text = repr([prompt.hidden["criteria"] for prompt in suite.prompts])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _lab_prompts(cfg: RunConfig) -> tuple[Prompt, ...]:
+    assert cfg.environment.path is not None, "the config's rules ask for it"
+    return read_tasks(cfg.environment.path)
+
+
+def train_sampling(cfg: RunConfig) -> SamplingParams:
+    r = cfg.rollout
+    return SamplingParams(r.temperature, r.top_p, r.top_k, cfg.environment.max_turn_tokens)
+
+
+def eval_sampling(cfg: RunConfig) -> SamplingParams:
+    e = cfg.evaluate
+    return SamplingParams(e.temperature, e.top_p, e.top_k, cfg.environment.max_turn_tokens)
+
+
+def supervised_optim(cfg: RunConfig) -> OptimConfig:
+    return replace(cfg.train.optim, learning_rate=cfg.warm_start.learning_rate)

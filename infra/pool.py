@@ -1,0 +1,102 @@
+"""The trainer and the engine of this process, resident between stages: `at` loads a version only when another is there.
+
+A stage is a pure function of references whoever runs it: a warm process is fast, a cold one loads from the store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from infra import policies
+from infra.config import RunConfig
+from infra.store import Store
+from k3core.checkpoint.tensors import from_safetensors, to_torch
+from k3core.model.weights import is_adapter_tensor
+from k3core.rl.trainer import Trainer
+from k3core.rollout.engine import K3Engine
+from k3core.tokenizer import Tokenizer
+from k3core.types import PolicyVersion, Ref
+
+
+@dataclass(slots=True)
+class Pool:
+    """One trainer and one engine for one model config. `loads` counts what had to be read from the store."""
+
+    cfg: RunConfig
+    store: Store
+    loads: dict[str, int] = field(default_factory=lambda: {"trainer": 0, "engine": 0})
+    _trainer: Trainer | None = None
+    _trainer_at: tuple[str, str] | None = None
+    _engine: K3Engine | None = None
+    _engine_at: str | None = None
+
+    def trainer_at(self, policy: PolicyVersion, optimizer: Ref | None) -> Trainer:
+        """The trainer with these weights and this optimizer state (None: fresh)."""
+        wanted = (policy.weights_sha256, optimizer.sha256 if optimizer else "fresh")
+        if self._trainer is None:
+            self._trainer = Trainer(self.cfg.model, self.cfg.train.optim, self.cfg.train.lora, self.cfg.seed)
+        if self._trainer_at != wanted:
+            self._trainer_at = None  # half loaded is nowhere
+            state = {} if optimizer is None else load_tensors_ref(self.store, optimizer)
+            self._trainer.load(load_policy(self.cfg, self.store, policy), state)
+            self._trainer_at = wanted
+            self.loads["trainer"] += 1
+        return self._trainer
+
+    def trainer_is_at(self, weights_sha256: str, optimizer: Ref) -> None:
+        """Say where a step has taken the trainer, so that the next stage finds it there."""
+        self._trainer_at = (weights_sha256, optimizer.sha256)
+
+    def trainer_lost(self) -> None:
+        """Its weights are no version any more; the next `trainer_at` loads."""
+        self._trainer_at = None
+
+    def engine_at(self, policy: PolicyVersion, tokenizer: Tokenizer) -> K3Engine:
+        if self._engine is None:
+            cfg = self.cfg
+            self._engine = K3Engine(
+                cfg.model,
+                tokenizer.end_of_msg,
+                num_slots=cfg.rollout.max_running,
+                max_length=cfg.environment.max_tokens,
+                lora=cfg.train.lora,
+            )
+        if self._engine_at != policy.weights_sha256 or self._engine.policy_step != policy.step:
+            self._engine_at = None
+            self._engine.load(policy.step, load_policy(self.cfg, self.store, policy))
+            self._engine_at = policy.weights_sha256
+            self.loads["engine"] += 1
+        return self._engine
+
+
+_pools: dict[str, Pool] = {}
+
+
+def pool_for(cfg: RunConfig, config_sha256: str, store: Store) -> Pool:
+    """The process's pool for this config; another config replaces it, so that only one model is resident."""
+    if config_sha256 not in _pools:
+        _pools.clear()
+        _pools[config_sha256] = Pool(cfg, store)
+    return _pools[config_sha256]
+
+
+def load_policy(cfg: RunConfig, store: Store, policy: PolicyVersion) -> dict[str, Tensor]:
+    """All tensors of a version's model. An adapter stands on its run's step 0; a base in mode "lora" gets the adapter
+    that changes nothing, as the trainer starts with."""
+    tensors = to_torch(policies.load(store, policy))
+    if policy.kind == "adapter":
+        base = policies.read_version(store, policy.run, 0)
+        if base is None:
+            raise ValueError(f"{policy.weights.uri}: an adapter, but step 0 of run {policy.run!r} is not published")
+        tensors = {**to_torch(policies.load(store, base)), **tensors}
+    elif cfg.train.mode == "lora":
+        fresh, _ = Trainer(cfg.model, cfg.train.optim, cfg.train.lora, cfg.seed).save()
+        tensors = {**{name: t for name, t in fresh.items() if is_adapter_tensor(name)}, **tensors}
+    return tensors
+
+
+def load_tensors_ref(store: Store, ref: Ref) -> dict[str, Tensor]:
+    """The tensors of one safetensors file in the store."""
+    return to_torch(from_safetensors(store.get(ref), ref.uri))

@@ -1,0 +1,97 @@
+"""Track: what an iteration measured goes to MLflow, its version into the registry, and the champion is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from infra.config import RunConfig, TrackingConfig
+from infra.parts import build_environment, eval_suite, rubric_sha256
+from infra.stages.context import Context, Inputs
+from infra.stages.evaluate import find_evaluation, read_report
+from infra.stages.publish import version_tags
+from infra.stages.record import StageRecord, read_record
+from infra.store import Store
+from infra.tracking import Tracker
+from k3core.eval.compare import Comparison, allows_promotion, compare
+from k3core.types import EvalReport, Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Tracked:
+    """champion: the policy step with that alias now, None when it belongs to another run. decision: why, for a person."""
+
+    metrics: Mapping[str, float]
+    champion: int | None
+    decision: str
+
+
+def tracking_uri(cfg: RunConfig) -> str:
+    return cfg.tracking.mlflow_uri or f"sqlite:///{Store(cfg.root).local_path('mlflow.db')}"
+
+
+def open_tracker(inputs: Inputs, root: str, uri: str, tracking: TrackingConfig) -> Tracker:
+    context = Context.open(inputs, root)
+    cfg = context.cfg
+    suite = eval_suite(cfg)
+    environment = build_environment(cfg)
+    params = {name: getattr(cfg, name) for name in ("seed", "model", "warm_start", "rollout", "train", "gspo", "reward")}
+    digests = {
+        "eval_suite": suite.sha256,
+        "environment": environment.sha256,
+        "rubric": rubric_sha256(suite),
+        "tokenizer": inputs.tokenizer.sha256,
+        "config": inputs.config.sha256,
+    }
+    return Tracker.open(
+        uri, tracking.experiment, cfg.run, params, {"k3.root": root}, digests, model_name=tracking.model_name
+    )
+
+
+def track_step(
+    inputs: Inputs, root: str, uri: str, tracking: TrackingConfig, records: Sequence[Ref], confidence: float
+) -> Tracked:
+    """All records of one policy step, publish among them, in one batch of metrics; again under a retry adds nothing."""
+    context = Context.open(inputs, root)
+    stages = [read_record(context.store, ref) for ref in records]
+    by_name = {record.stage: record for record in stages}
+    published = by_name["publish"]
+    assert published.policy is not None
+    tracker = open_tracker(inputs, root, uri, tracking)
+    metrics = {name: value for record in stages for name, value in record.metrics.items()}
+    tracker.log_step(published.step, metrics, max(record.finished_ms for record in stages))
+    tracker.register(published.policy, version_tags(inputs, root))
+    decision = "not evaluated"
+    if "evaluate" in by_name:
+        decision = _decide(context, tracker, by_name["evaluate"], records[stages.index(by_name["evaluate"])], confidence)
+    champion = tracker.champion()
+    return Tracked(metrics, champion.step if champion and champion.run == context.cfg.run else None, decision)
+
+
+def _decide(context: Context, tracker: Tracker, record: StageRecord, ref: Ref, confidence: float) -> str:
+    """Promote when there is no champion, or when the paired interval over the same prompts lies above zero."""
+    champion = tracker.champion()
+    if champion is None:
+        tracker.promote(record.step)
+        return f"step {record.step} is the first champion"
+    if (champion.run, champion.step) == (context.cfg.run, record.step):
+        return f"step {record.step} is the champion"
+    evaluation = find_evaluation(context.store, champion.run, champion.step)
+    if evaluation is None:
+        return f"champion {champion.run}@{champion.step} stays: its evaluation is not in this store"
+    before, after = read_report(context.store, evaluation), read_report(context.store, ref)
+    if before.suite_sha256 != after.suite_sha256 or before.sampling != after.sampling:
+        return f"champion {champion.run}@{champion.step} stays: it was evaluated on another suite or sampling"
+    result = compare(before, after, "reward", confidence)
+    if allows_promotion(result):
+        tracker.promote(record.step)
+        return f"step {record.step} replaces champion {champion.run}@{champion.step}: {_words(result)}"
+    return f"champion {champion.run}@{champion.step} stays: {_words(result)}"
+
+
+def _words(c: Comparison) -> str:
+    return f"paired difference {c.difference:+.3f}, {c.confidence:.0%} interval [{c.ci_low:+.3f}, {c.ci_high:+.3f}]"
+
+
+def evaluations(store: Store, refs: Sequence[Ref]) -> list[EvalReport]:
+    return [read_report(store, ref) for ref in refs]

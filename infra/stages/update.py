@@ -1,0 +1,70 @@
+"""Update: one policy step from scored groups, applied once however often it is tried."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from infra.ledger import Ledger
+from infra.records import decode
+from infra.stages.context import Context, Inputs
+from infra.stages.record import read_record, stage_key
+from k3core.checkpoint.tensors import from_torch, to_safetensors, weights_sha256
+from k3core.rl.advantages import Advantages, group_advantages
+from k3core.rl.batch import batch_sha256
+from k3core.rl.update import update_policy
+from k3core.types import PolicyVersion, Ref, ScoredGroup
+
+
+class NoVarianceError(Exception):
+    """Every group of a batch is constant or ungraded: there is nothing to learn from."""
+
+
+def update_step(inputs: Inputs, root: str, policy: PolicyVersion, score: Ref, optimizer: Ref | None) -> Ref:
+    """Record of step policy.step + 1 with outputs `weights` and `optimizer`.
+
+    The ledger decides: an entry for this step and this batch means that it was applied, and its record is returned;
+    an entry with another batch is refused (ValueError). Weights and optimizer state are stored before the entry.
+    """
+    context = Context.open(inputs, root)
+    cfg, store, step = context.cfg, context.store, policy.step + 1
+    groups = decode(store.get(read_record(store, score).outputs["groups"]), tuple[ScoredGroup, ...], score.uri)
+    advantages = group_advantages(groups, cfg.train.normalize_std)
+    if not advantages.kept:
+        raise NoVarianceError(explain(advantages))
+    digest = batch_sha256(
+        [item.trajectory for item in advantages.kept], [item.advantage for item in advantages.kept]
+    )
+    ledger = Ledger(store, cfg.run)
+    if (entry := ledger.get(step)) is not None and entry["batch_sha256"] == digest:
+        return Ref(**entry["result"]["record"])
+
+    trainer = context.pool.trainer_at(policy, optimizer)
+    context.pool.trainer_lost()  # until the step is recorded, the resident weights are no version
+    result = update_policy(trainer, advantages.kept, cfg.train.update, cfg.gspo, seed=step)
+    weights, state = trainer.save()
+    raw = from_torch(weights)
+    outputs = {
+        "weights": store.put(stage_key(cfg.run, step, "weights.safetensors"), to_safetensors(raw)),
+        "optimizer": store.put(stage_key(cfg.run, step, "optimizer.safetensors"), to_safetensors(from_torch(state))),
+    }
+    steps_behind = [policy.step - int(s) for g in groups for t in g.trajectories for s in set(t.policy_step_T) if s >= 0]
+    metrics = result.metrics | {
+        "train/seconds": context.elapsed(),
+        "staleness/mean": sum(steps_behind) / max(1, len(steps_behind)),
+        "staleness/max": float(max(steps_behind, default=0)),
+    }
+    notes = {"batch_sha256": digest, "vetoes": "; ".join(result.vetoes)}
+    record = context.record("update", step, outputs, metrics, notes=notes)
+    entry = ledger.record(step, digest, {"record": asdict(record), "weights_sha256": weights_sha256(raw)})
+    recorded = Ref(**entry["result"]["record"])
+    if recorded == record:
+        context.pool.trainer_is_at(weights_sha256(raw), outputs["optimizer"])
+    return recorded
+
+
+def explain(advantages: Advantages) -> str:
+    kinds = ", ".join(f"{name} {count}" for name, count in advantages.counts.items() if count)
+    return (
+        f"no group has variance ({kinds}): raise rollout.group_size or rollout.prompts_per_step, or change the"
+        " share of expert demonstrations (warm_start.expert_share)"
+    )

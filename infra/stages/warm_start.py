@@ -1,0 +1,112 @@
+"""Supervised steps from random weights (the warm start) or from a version (the control arms)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from infra.pool import load_policy, load_tensors_ref
+from infra.parts import Arm, supervised_optim
+from infra.stages.context import Context, Inputs, Progress, no_progress
+from infra.store import Store
+from k3core.checkpoint.tensors import from_torch, to_safetensors
+from k3core.envs.demonstrations import mixture
+from k3core.rl.supervised import Demonstration, demonstration, supervised_step, warmup_cosine
+from k3core.rl.trainer import Trainer
+from k3core.rollout.episodes import THINKING
+from k3core.sealed import canonical_json, seal, unseal
+from k3core.types import PolicyVersion, Ref
+
+WARMUP_STEPS = 20
+LAST_FACTOR = 0.1  # of the learning rate, at the end of the cosine
+ROWS_AT_ONCE = 16
+
+
+class DivergedError(Exception):
+    """A supervised step met a loss or gradient that is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """steps of `rows` demonstrations from `arm`; `peak` is the learning rate after warm-up."""
+
+    arm: Arm
+    steps: int
+    rows: int
+    peak: float
+    seed: int
+
+
+def warm_start(inputs: Inputs, root: str, progress: Progress = no_progress) -> Ref:
+    """Record with output `weights`. Resumes from the last of its own checkpoints."""
+    context = Context.open(inputs, root)
+    cfg, w = context.cfg, context.cfg.warm_start
+    trainer = Trainer(cfg.model, supervised_optim(cfg), seed=w.seed)
+    schedule = Schedule(Arm("mixture", w.expert_share, 0), w.steps, w.rows, w.learning_rate, w.seed)
+    loss = train_supervised(context, trainer, schedule, "warm_start", w.checkpoint_every, progress)
+    weights, _ = trainer.save()
+    ref = context.store.put(f"{cfg.run}/steps/000000/weights.safetensors", to_safetensors(from_torch(weights)))
+    return context.record("warm_start", 0, {"weights": ref}, {"warm_start/loss": loss})
+
+
+def continue_supervised(
+    context: Context, policy: PolicyVersion, arm: Arm, sequences: int, progress: Progress
+) -> dict[str, Tensor]:
+    """The weights of `policy` after `sequences` more demonstrations, at the warm start's settings."""
+    cfg = context.cfg
+    w = cfg.warm_start
+    trainer = Trainer(cfg.model, supervised_optim(cfg), seed=w.seed)
+    trainer.load(load_policy(cfg, context.store, policy), {})
+    schedule = Schedule(arm, max(1, sequences // w.rows), w.rows, w.learning_rate, w.seed)
+    train_supervised(context, trainer, schedule, f"control/{arm.name}", w.checkpoint_every, progress)
+    return trainer.save()[0]
+
+
+def train_supervised(
+    context: Context, trainer: Trainer, schedule: Schedule, name: str, checkpoint_every: int, progress: Progress
+) -> float:
+    """The loss over the last steps. What a checkpoint holds (weights, moments, step) is all that a later step depends
+    on, so a resumed arm ends bit for bit where an uninterrupted one does."""
+    store, run, tokenizer = context.store, context.cfg.run, context.tokenizer()
+    key = f"{run}/checkpoints/{name}"
+    step, losses = _restore(store, f"{key}/latest.json", trainer)
+    while step < schedule.steps:
+        first = schedule.arm.first_index + step * schedule.rows
+        batch = [_draw(schedule, first + i, tokenizer) for i in range(schedule.rows)]
+        factor = warmup_cosine(step, schedule.steps, WARMUP_STEPS, LAST_FACTOR)
+        done = supervised_step(trainer, batch, ROWS_AT_ONCE, schedule.peak * factor)
+        if not done.result.applied:
+            raise DivergedError(
+                f"{name} step {step}: {done.result.reason}; lower warm_start.learning_rate ({schedule.peak:g})"
+            )
+        losses = [*losses, done.loss][-50:]
+        step += 1
+        progress(step, schedule.steps)
+        if step % checkpoint_every == 0 or step == schedule.steps:
+            _save(store, key, trainer, step, losses)
+    return sum(losses) / max(1, len(losses))
+
+
+def _draw(schedule: Schedule, index: int, tokenizer) -> Demonstration:  # type: ignore[no-untyped-def]
+    _, _, messages = mixture(schedule.seed, index, schedule.arm.expert_share)
+    return demonstration(messages, tokenizer, THINKING)
+
+
+def _save(store: Store, key: str, trainer: Trainer, step: int, losses: list[float]) -> None:
+    weights, optimizer = trainer.save()
+    refs = {}
+    for part, tensors in (("weights", weights), ("optimizer", optimizer)):
+        ref = store.put(f"{key}/{step:06d}-{part}.safetensors", to_safetensors(from_torch(tensors)))
+        refs[part] = {"uri": ref.uri, "sha256": ref.sha256, "size_bytes": ref.size_bytes}
+    store.put(f"{key}/latest.json", canonical_json(seal({"step": step, "losses": losses, **refs})))
+
+
+def _restore(store: Store, key: str, trainer: Trainer) -> tuple[int, list[float]]:
+    document = store.read_manifest(key)
+    if document is None:
+        return 0, []
+    content = unseal(document, store.uri(key))
+    weights, optimizer = (load_tensors_ref(store, Ref(**content[part])) for part in ("weights", "optimizer"))
+    trainer.load(weights, optimizer)
+    return content["step"], content["losses"]

@@ -1,0 +1,108 @@
+"""Conversations for the warm start: the whole procedure, and four bad habits to be trained away.
+
+Habits make the warm-started policy what a base model is: able to do the work, not reliable at it. The share of
+experts sets the reward that RL starts from.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from k3core.envs.contracts import (
+    HEADINGS,
+    MEMO,
+    NUM_CLAUSES,
+    VALUES,
+    VERDICTS,
+    ContractsEnvironment,
+    ContractsEpisode,
+    format_memo,
+    generate,
+)
+from k3core.types import Message, Prompt, ToolCall
+
+Style = Literal["expert", "guess", "any_contract", "wrong_clause", "no_playbook"]
+_ENVIRONMENT = ContractsEnvironment()
+HABITS: tuple[Style, ...] = ("guess", "any_contract", "wrong_clause", "no_playbook")
+
+
+def demonstrate(prompt: Prompt, style: Style, rng: random.Random) -> tuple[Message, ...]:
+    """The prompt's messages, then turns and what the tools really answered, up to the turn that finishes.
+
+    The messages that answer that last turn are left out, as in a trajectory: nobody reads them. Needs a prompt made
+    by `generate`.
+    """
+    party, topic = prompt.hidden["question"]["party"], prompt.hidden["question"]["topic"]
+    answer: dict[str, str] = prompt.hidden["answer"]
+    find_party, find_topic = ToolCall("grep", {"pattern": party}), ToolCall("grep", {"pattern": topic})
+    with _ENVIRONMENT.start(prompt) as episode:
+        match style:
+            case "expert":
+                seen = _call(episode, find_party, find_topic)
+                memo = answer
+            case "guess":
+                seen = ()
+                memo = {"file": rng.choice(sorted(HEADINGS)), **_random_clause(rng), **_random_opinion(rng)}
+            case "any_contract":
+                seen = _call(episode, find_topic)
+                memo = rng.choice(_memos_by_file(prompt, topic))
+            case "wrong_clause":
+                seen = _call(episode, find_party, find_topic)
+                others = [memo for memo in _memos_by_file(prompt, topic) if memo["file"] != answer["file"]]
+                memo = {**rng.choice(others), "file": answer["file"]}
+            case "no_playbook":
+                read = ToolCall("read", {"path": answer["file"]})
+                seen = (*_call(episode, find_party), *_call(episode, read))
+                memo = {**answer, **_random_opinion(rng)}
+        last = _turn(ToolCall("write", {"path": MEMO, "content": format_memo(memo)}), ToolCall("finish", {}))
+        _, stop_reason = episode.step(last)
+        assert stop_reason == "finished"
+    return (*prompt.messages, *seen, last)
+
+
+def mixture(seed: int, index: int, expert_share: float) -> tuple[Prompt, Style, tuple[Message, ...]]:
+    """The index-th demonstration of a warm start: expert with probability `expert_share`, else any habit."""
+    if not 0 <= expert_share <= 1:
+        raise ValueError(f"expert_share: must lie in 0..1, not {expert_share}")
+    prompt = generate(seed, index, "warm")
+    rng = random.Random(f"demonstration/{seed}/{index}")
+    style: Style = "expert" if rng.random() < expert_share else rng.choice(HABITS)
+    return prompt, style, demonstrate(prompt, style, rng)
+
+
+def _turn(*calls: ToolCall) -> Message:
+    return Message("assistant", tool_calls=calls)
+
+
+def _call(episode: ContractsEpisode, *calls: ToolCall) -> Sequence[Message]:
+    turn = _turn(*calls)
+    answers, stop_reason = episode.step(turn)
+    assert stop_reason is None
+    return (turn, *answers)
+
+
+def _memos_by_file(prompt: Prompt, topic: str) -> list[dict[str, str]]:
+    """What an honest reader would write about the topic for each agreement that has it."""
+    limit = int(prompt.hidden["answer"]["fallback"])
+    documents: Mapping[str, str] = prompt.hidden["documents"]
+    memos: list[dict[str, str]] = []
+    for file in sorted(documents.keys() & HEADINGS.keys()):
+        for line in documents[file].splitlines()[1:]:
+            clause, name, value = line.split(" ")
+            if name == topic:
+                verdict = VERDICTS[int(value) > limit]
+                clause = clause.removesuffix(".")
+                memos.append(
+                    {"file": file, "clause": clause, "value": value, "verdict": verdict, "fallback": str(limit)}
+                )
+    return memos
+
+
+def _random_clause(rng: random.Random) -> dict[str, str]:
+    return {"clause": str(rng.randint(1, NUM_CLAUSES)), "value": str(rng.choice(VALUES))}
+
+
+def _random_opinion(rng: random.Random) -> dict[str, str]:
+    return {"verdict": rng.choice(VERDICTS), "fallback": str(rng.choice(VALUES))}

@@ -1,0 +1,5 @@
+"""Exceptions on which a caller decides; everything else is ValueError or an assertion."""
+
+
+class IntegrityError(Exception):
+    """Stored bytes are not what they must be. The message names the file, what was expected and what was found."""
