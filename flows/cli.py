@@ -28,6 +28,7 @@ ENVIRONMENT = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # 25 s on two idle cores; Prefect waits for 20
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "OMP_NUM_THREADS": "1",  # the tiny model is slower with two threads than with one
 }
 
 # The base class of usage errors, which typer does not export; it has the members of this one that are used here.
@@ -103,6 +104,7 @@ def train(
     if dry_run or obstacles:
         return 0 if dry_run else 2
 
+    _embed_prefect(cfg)
     from flows.rl import run_training
 
     return run_training(cfg)
@@ -112,6 +114,7 @@ def train(
 def evaluate(config: Config, overrides: Overrides = None, step: Step = None) -> int:
     """Evaluate a published version on the held-out prompts."""
     cfg = _load(config, overrides)
+    _embed_prefect(cfg)
     from flows.evaluate import run_evaluation
 
     return run_evaluation(cfg, step)
@@ -121,6 +124,7 @@ def evaluate(config: Config, overrides: Overrides = None, step: Step = None) -> 
 def rollout(config: Config, overrides: Overrides = None, step: Step = None) -> int:
     """Let a published version work on prompts, and show the transcripts with their grades."""
     cfg = _load(config, overrides)
+    _embed_prefect(cfg)
     from flows.evaluate import run_rollout
 
     return run_rollout(cfg, step)
@@ -136,6 +140,7 @@ def compare(
     """Compare two evaluated versions, prompt by prompt."""
     cfg = _load(config, overrides)
     versions = _version(cfg, a, "A"), _version(cfg, b, "B")
+    _embed_prefect(cfg)
     from flows.compare import run_compare
 
     return run_compare(cfg, *versions)
@@ -218,6 +223,19 @@ def _load(config: str, overrides: list[str] | None) -> RunConfig:
     for line in warnings(cfg):
         print(f"warning: {line}", file=sys.stderr)
     return cfg
+
+
+def _embed_prefect(cfg: RunConfig) -> None:
+    """Prefect's database and results lie beside the runs, unless the user's environment says where they are.
+
+    Must come before Prefect is imported, which reads its settings once.
+    """
+    from infra.store import Store
+
+    home = Store(cfg.root).local_path(".prefect") or Path.home() / ".k3rl" / "prefect"
+    os.environ.setdefault("PREFECT_HOME", str(home))
+    os.environ.setdefault("PREFECT_LOCAL_STORAGE_PATH", str(home / "results" / cfg.run))
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
 
 
 def _print_finding(finding: Finding) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from prefect import flow
-from prefect.futures import PrefectFuture
 
 from flows.stages import Stages
 from infra.config import RunConfig
-from infra.stages.context import Inputs
+from infra.console import bars, say
 from infra.stages.report import RunHistory
+from infra.stages.summary import closing_lines, ui_commands
 from infra.stages.track import tracking_uri
 from k3core.types import PolicyVersion, Ref
 from tasks.prepare import prepare
@@ -31,7 +34,15 @@ def rl_training(cfg: RunConfig) -> str:
     for _ in range(cfg.steps):
         policy, optimizer = rl_iteration(stages, history, policy, optimizer)
     history.controls = {name: arm.result() for name, arm in arms.items()}
-    return report(inputs, cfg.root, tracking_uri(cfg), cfg.tracking, history)
+    return report(inputs, cfg.root, tracking_uri(cfg), cfg.tracking, history, ui_commands(cfg))
+
+
+def run_training(cfg: RunConfig) -> int:
+    """The embedded default: the flow in this process, on a Prefect server that starts and ends with it."""
+    with bars():
+        folder = rl_training(cfg)
+    say(closing_lines(json.loads((Path(folder) / "report.json").read_text()), folder, ui_commands(cfg)))
+    return 0
 
 
 def rl_iteration(

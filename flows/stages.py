@@ -1,4 +1,4 @@
-"""The stages of one run: each a task with the run's retries, and small decisions about when it is called."""
+"""The stages of one run: each a task with the run's retries, and the small decisions between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prefect.futures import PrefectFuture
 from infra.config import RunConfig
 from infra.console import say
 from infra.stages.context import Inputs
-from infra.stages.record import read_record
+from infra.stages.record import StageRecord, read_record
 from infra.stages.summary import iteration_line
 from infra.stages.track import Tracked, tracking_uri
 from infra.store import Store
@@ -25,6 +25,7 @@ from tasks.update import update
 from tasks.warm_start import warm_start
 
 MAX_ATTEMPTS = 3
+MAX_UNCHANGED = 2
 
 
 class NothingToLearn(Exception):
@@ -36,12 +37,90 @@ class TooManyVetoes(Exception):
 
 
 class PolicyStandsStill(Exception):
-    """Two updates in a row changed no byte of the served policy."""
+    """Several updates in a row changed no byte of the served policy."""
 
 
 @dataclass(slots=True)
 class Stages:
     cfg: RunConfig
     inputs: Inputs
-    num_vetoes: int = 0  # in a row
-    num_unchanged: int = 0  # updates in a row
+    num_vetoed: int = 0  # updates in a row
+    num_unchanged: int = 0  # versions in a row
+
+    def warm_start(self) -> Ref:
+        return configured(warm_start, self.cfg.tasks)(self.inputs, self.cfg.root)
+
+    def rollout_and_score(self, policy: PolicyVersion) -> tuple[Ref, Ref]:
+        """Draws other prompts when no group of a batch has variance; gives up after MAX_ATTEMPTS (NothingToLearn)."""
+        tasks, root = self.cfg.tasks, self.cfg.root
+        for attempt in range(MAX_ATTEMPTS):
+            rollouts: Ref = configured(rollout, tasks)(self.inputs, root, policy, attempt)
+            scores: Ref = configured(score, tasks)(self.inputs, root, rollouts, attempt)
+            counts = self._record(scores).metrics
+            if counts["groups/kept"] > 0:
+                return rollouts, scores
+            kinds = ", ".join(f"{name} {value:.0f}" for name, value in counts.items() if name.startswith("groups/"))
+            say(f"step {policy.step + 1}: no group has variance ({kinds}); drawing other prompts")
+        raise NothingToLearn(
+            f"step {policy.step + 1}: {MAX_ATTEMPTS} batches without a group that has variance: raise"
+            " rollout.group_size or rollout.prompts_per_step, or change what the policy starts from (warm_start)"
+        )
+
+    def update(self, policy: PolicyVersion, scores: Ref, optimizer: Ref | None) -> Ref:
+        trained: Ref = configured(update, self.cfg.tasks)(self.inputs, self.cfg.root, policy, scores, optimizer)
+        record = self._record(trained)
+        self.num_vetoed = self.num_vetoed + 1 if record.notes["vetoes"] else 0
+        if record.notes["vetoes"]:
+            say(f"step {record.step}: refused, weights unchanged: {record.notes['vetoes']}")
+        if self.num_vetoed >= self.cfg.train.max_vetoes:
+            raise TooManyVetoes(
+                f"{self.num_vetoed} updates in a row were refused ({record.notes['vetoes']}):"
+                " lower train.learning_rate or train.grad_clip"
+            )
+        return trained
+
+    def publish(self, trained: Ref, parent: PolicyVersion | None) -> Ref:
+        published: Ref = configured(publish, self.cfg.tasks)(self.inputs, self.cfg.root, trained, parent)
+        version = self.policy(published)
+        unchanged = parent is not None and parent.weights_sha256 == version.weights_sha256
+        self.num_unchanged = self.num_unchanged + 1 if unchanged else 0
+        if self.num_unchanged >= MAX_UNCHANGED:
+            raise PolicyStandsStill(
+                f"steps {version.step - 1} and {version.step} serve the same bytes as before: the update does not reach"
+                " the policy (train.learning_rate too small for the dtype, or no parameter is trained)"
+            )
+        return published
+
+    def evaluate(self, policy: PolicyVersion) -> Ref | None:
+        """None when it is not this step's turn."""
+        if policy.step % self.cfg.evaluate.every != 0 and policy.step != self.cfg.steps:
+            return None
+        evaluated: Ref = configured(evaluate, self.cfg.tasks)(self.inputs, self.cfg.root, policy)
+        return evaluated
+
+    def control(self, policy: PolicyVersion, label: str) -> PrefectFuture[Ref]:
+        """Starts beside the loop; the arm's process uses another core."""
+        task = configured(control, self.cfg.tasks)
+        future: PrefectFuture[Ref] = task.submit(
+            self.inputs, self.cfg.root, policy, label, self.cfg.control.sequences
+        )
+        return future
+
+    def track(self, records: tuple[Ref, ...], evaluation: Ref | None) -> Tracked:
+        cfg = self.cfg
+        tracked: Tracked = configured(track, cfg.tasks)(
+            self.inputs, cfg.root, tracking_uri(cfg), cfg.tracking, records, evaluation, cfg.evaluate.confidence
+        )
+        say(iteration_line(tracked, cfg.steps))
+        return tracked
+
+    def policy(self, published: Ref) -> PolicyVersion:
+        version = self._record(published).policy
+        assert version is not None
+        return version
+
+    def output(self, record: Ref, name: str) -> Ref:
+        return self._record(record).outputs[name]
+
+    def _record(self, ref: Ref) -> StageRecord:
+        return read_record(Store(self.cfg.root), ref)

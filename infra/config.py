@@ -75,10 +75,13 @@ class EnvironmentConfig:
 class WarmStartConfig:
     """Supervised steps before the first update. init: a released checkpoint to start from instead of random weights.
 
+    seed: of the initial weights and the demonstrations, apart from the run's, so that runs of several seeds start from
+    one and the same policy.
     expert_share: how many of the demonstrations are flawless; the others carry mistakes for RL to unlearn.
     """
 
     init: str | None = None
+    seed: Natural = 0
     steps: Natural = 700
     rows: Count = 8
     learning_rate: Positive = 3e-3
@@ -176,6 +179,12 @@ class ControlConfig:
     enabled: bool = True
     sequences: Count = 2560
     expert_only: bool = True
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        if not self.enabled:
+            return ()
+        return ("control", "expert_only") if self.expert_only else ("control",)
 
 
 @dataclass(frozen=True, slots=True)

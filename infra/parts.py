@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from infra.config import RunConfig
 from k3core.chat import training_texts
@@ -76,7 +77,7 @@ def rubric_sha256(suite: Suite) -> str:
 
 def _lab_prompts(cfg: RunConfig) -> tuple[Prompt, ...]:
     assert cfg.environment.path is not None, "the config's rules ask for it"
-    return read_tasks(cfg.environment.path)
+    return read_tasks(Path(cfg.environment.path))
 
 
 def train_sampling(cfg: RunConfig) -> SamplingParams:

@@ -216,13 +216,13 @@ class Tracker:
             raise ValueError(f"run {self.run_name!r} has no registered policy of step {step}: register it before")
         self.client.set_registered_model_alias(self.model_name, "champion", registered.version)
 
-    def champion(self) -> int | None:
-        """The champion's policy step; None when there is none, or when it belongs to another run."""
+    def champion(self) -> tuple[str, int] | None:
+        """Run and policy step of the champion, whichever run it belongs to; None when there is none."""
         version = self.client.get_registered_model(self.model_name).aliases.get("champion")
         if version is None:
             return None
         champion = self.client.get_model_version(self.model_name, str(version))
-        return int(champion.tags["k3.step"]) if champion.tags["k3.run"] == self.run_name else None
+        return champion.tags["k3.run"], int(champion.tags["k3.step"])
 
     def log_report(self, path: Path) -> None:
         """Uploads a file, or a folder's files, to `report/` among the run's artifacts."""

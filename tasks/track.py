@@ -8,6 +8,7 @@ from prefect.artifacts import create_link_artifact, create_table_artifact
 from infra.config import TrackingConfig
 from infra.stages.context import Inputs
 from infra.stages.track import Tracked, track_step
+from infra.stages.transcripts import write_transcripts
 from k3core.types import Ref
 from tasks.stage import CACHE
 
@@ -19,12 +20,13 @@ def track(
     uri: str,
     tracking: TrackingConfig,
     records: tuple[Ref, ...],
+    evaluation: Ref | None,
     confidence: float,
-    transcript: str,
 ) -> Tracked:
-    """transcript: where a person can read this step's episodes."""
-    tracked = track_step(inputs, root, uri, tracking, records, confidence)
+    tracked = track_step(inputs, root, uri, tracking, records, evaluation, confidence)
     table = [{"metric": name, "value": value} for name, value in sorted(tracked.metrics.items())]
-    create_table_artifact(table=table, key="iteration", description=tracked.decision)
-    create_link_artifact(link=transcript, link_text="transcripts of this step", key="transcripts")
+    create_table_artifact(table=table, key="iteration", description=f"step {tracked.step}: {tracked.decision}")
+    if evaluation is not None:
+        transcripts = write_transcripts(inputs, root, evaluation)
+        create_link_artifact(link=transcripts, link_text=f"transcripts of step {tracked.step}", key="transcripts")
     return tracked

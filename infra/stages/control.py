@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,9 +19,6 @@ from infra.stages.record import stage_key
 from infra.stages.warm_start import continue_supervised
 from k3core.checkpoint.tensors import from_torch
 from k3core.types import PolicyVersion, Ref
-
-ARMS = ("control", "expert_only")
-
 
 def control_arm(
     inputs: Inputs, root: str, policy: PolicyVersion, label: str, sequences: int, progress: Progress = no_progress
@@ -58,9 +55,9 @@ def main() -> None:
     weights = continue_supervised(context, policy, Arm(label, share, trained_on), job["sequences"], progress)
     side_run = f"{cfg.run}/control/{label}"
     version, _ = publish(
-        context.store, side_run, 0, from_torch(weights), None, 1, cfg.publish.zstd_level, {"arm": label}
+        context.store, side_run, policy.step, from_torch(weights), None, 1, cfg.publish.zstd_level, {"arm": label}
     )
-    evaluate_step(inputs, job["root"], replace(version, step=policy.step), label)
+    evaluate_step(inputs, job["root"], version, label)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,12 @@ def prepare_run(cfg: RunConfig) -> Inputs:
     """Raises ValueError, key by key, when the run was started with a config that gives other weights."""
     store = Store(cfg.root)
     text = stage_config(cfg)
-    key = f"{cfg.run}/run.json"
-    pinned = store.read_manifest(key)
-    if pinned is None:
+    inputs = find_inputs(store, cfg.run)
+    if inputs is None:
         config = store.put(f"{cfg.run}/config.toml", text.encode())
         tokenizer = store.put(f"{cfg.run}/tokenizer.json", build_tokenizer(cfg).to_bytes())
-        store.commit(key, {"config": asdict(config), "tokenizer": asdict(tokenizer)})
+        store.commit(_key(cfg.run), {"config": asdict(config), "tokenizer": asdict(tokenizer)})
         return Inputs(config, tokenizer)
-    inputs = Inputs(Ref(**pinned["config"]), Ref(**pinned["tokenizer"]))
     before = store.get(inputs.config).decode()
     if before != text:
         raise ValueError(
@@ -31,6 +29,16 @@ def prepare_run(cfg: RunConfig) -> Inputs:
             " give the new one a name of its own (run=NAME, or --fresh), or use the old settings"
         )
     return inputs
+
+
+def find_inputs(store: Store, run: str) -> Inputs | None:
+    """What the run was pinned to; None when it was never started here."""
+    pinned = store.read_manifest(_key(run))
+    return None if pinned is None else Inputs(Ref(**pinned["config"]), Ref(**pinned["tokenizer"]))
+
+
+def _key(run: str) -> str:
+    return f"{run}/run.json"
 
 
 def _differences(before: str, after: str) -> str:

@@ -33,9 +33,10 @@ class RunHistory:
     controls: dict[str, Ref] = field(default_factory=dict)
     tracked: dict[int, Tracked] = field(default_factory=dict)
 
-    def add(self, version: PolicyVersion, stages: Sequence[Ref], evaluation: Ref | None) -> None:
+    def add(self, version: PolicyVersion, stages: Sequence[Ref], evaluation: Ref | None, tracked: Tracked) -> None:
         self.versions.append(version)
         self.stages += stages
+        self.tracked[version.step] = tracked
         if evaluation is not None:
             self.evaluations.append(evaluation)
 

@@ -70,8 +70,8 @@ def run_episodes(
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:
-    sampled = sum(int(t.loss_mask_T.sum()) for t in trajectories)
-    stops = Counter(t.stop_reason for t in trajectories)
+    sampled = int(sum(t.loss_mask_T.sum() for t in trajectories))
+    stops: Counter[str] = Counter(t.stop_reason for t in trajectories)
     metrics = {
         "rollout/turns": float(np.mean([t.num_turns for t in trajectories])),
         "rollout/tool_calls": float(np.mean([t.num_tool_calls for t in trajectories])),

@@ -10,7 +10,7 @@ from infra.parts import build_environment, eval_suite, rubric_sha256
 from infra.stages.context import Context, Inputs
 from infra.stages.evaluate import find_evaluation, read_report
 from infra.stages.publish import version_tags
-from infra.stages.record import StageRecord, read_record
+from infra.stages.record import read_record
 from infra.store import Store
 from infra.tracking import Tracker
 from k3core.eval.compare import Comparison, allows_promotion, compare
@@ -19,10 +19,11 @@ from k3core.types import EvalReport, Ref
 
 @dataclass(frozen=True, slots=True)
 class Tracked:
-    """champion: the policy step with that alias now, None when it belongs to another run. decision: why, for a person."""
+    """champion: (run, step) of the version with that alias now. decision: why it moved or stayed, for a person."""
 
+    step: int
     metrics: Mapping[str, float]
-    champion: int | None
+    champion: tuple[str, int] | None
     decision: str
 
 
@@ -49,49 +50,51 @@ def open_tracker(inputs: Inputs, root: str, uri: str, tracking: TrackingConfig) 
 
 
 def track_step(
-    inputs: Inputs, root: str, uri: str, tracking: TrackingConfig, records: Sequence[Ref], confidence: float
+    inputs: Inputs,
+    root: str,
+    uri: str,
+    tracking: TrackingConfig,
+    records: Sequence[Ref],
+    evaluation: Ref | None,
+    confidence: float,
 ) -> Tracked:
-    """All records of one policy step, publish among them, in one batch of metrics; again under a retry adds nothing."""
+    """All records of one policy step, publish the last of them, in one batch of metrics; a retry adds nothing."""
     context = Context.open(inputs, root)
-    stages = [read_record(context.store, ref) for ref in records]
-    by_name = {record.stage: record for record in stages}
-    published = by_name["publish"]
+    stages = [read_record(context.store, ref) for ref in (*records, *([] if evaluation is None else [evaluation]))]
+    published = next(record for record in stages if record.stage == "publish")
     assert published.policy is not None
     tracker = open_tracker(inputs, root, uri, tracking)
     metrics = {name: value for record in stages for name, value in record.metrics.items()}
     tracker.log_step(published.step, metrics, max(record.finished_ms for record in stages))
     tracker.register(published.policy, version_tags(inputs, root))
     decision = "not evaluated"
-    if "evaluate" in by_name:
-        decision = _decide(context, tracker, by_name["evaluate"], records[stages.index(by_name["evaluate"])], confidence)
-    champion = tracker.champion()
-    return Tracked(metrics, champion.step if champion and champion.run == context.cfg.run else None, decision)
+    if evaluation is not None:
+        decision = _decide(context, tracker, published.step, evaluation, confidence)
+    return Tracked(published.step, metrics, tracker.champion(), decision)
 
 
-def _decide(context: Context, tracker: Tracker, record: StageRecord, ref: Ref, confidence: float) -> str:
+def _decide(context: Context, tracker: Tracker, step: int, evaluation: Ref, confidence: float) -> str:
     """Promote when there is no champion, or when the paired interval over the same prompts lies above zero."""
     champion = tracker.champion()
     if champion is None:
-        tracker.promote(record.step)
-        return f"step {record.step} is the first champion"
-    if (champion.run, champion.step) == (context.cfg.run, record.step):
-        return f"step {record.step} is the champion"
-    evaluation = find_evaluation(context.store, champion.run, champion.step)
-    if evaluation is None:
-        return f"champion {champion.run}@{champion.step} stays: its evaluation is not in this store"
-    before, after = read_report(context.store, evaluation), read_report(context.store, ref)
+        tracker.promote(step)
+        return f"step {step} is the first champion"
+    if champion == (context.cfg.run, step):
+        return f"step {step} is the champion"
+    name = "@".join(map(str, champion))
+    earlier = find_evaluation(context.store, *champion)
+    if earlier is None:
+        return f"champion {name} stays: its evaluation is not in this store"
+    before, after = read_report(context.store, earlier), read_report(context.store, evaluation)
     if before.suite_sha256 != after.suite_sha256 or before.sampling != after.sampling:
-        return f"champion {champion.run}@{champion.step} stays: it was evaluated on another suite or sampling"
+        return f"champion {name} stays: it was evaluated on another suite or with other sampling"
     result = compare(before, after, "reward", confidence)
     if allows_promotion(result):
-        tracker.promote(record.step)
-        return f"step {record.step} replaces champion {champion.run}@{champion.step}: {_words(result)}"
-    return f"champion {champion.run}@{champion.step} stays: {_words(result)}"
+        tracker.promote(step)
+        return f"step {step} replaces champion {name}: {_words(result)}"
+    return f"champion {name} stays: {_words(result)}"
 
 
 def _words(c: Comparison) -> str:
     return f"paired difference {c.difference:+.3f}, {c.confidence:.0%} interval [{c.ci_low:+.3f}, {c.ci_high:+.3f}]"
 
-
-def evaluations(store: Store, refs: Sequence[Ref]) -> list[EvalReport]:
-    return [read_report(store, ref) for ref in refs]

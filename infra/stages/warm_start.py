@@ -16,6 +16,7 @@ from k3core.rl.supervised import Demonstration, demonstration, supervised_step, 
 from k3core.rl.trainer import Trainer
 from k3core.rollout.episodes import THINKING
 from k3core.sealed import canonical_json, seal, unseal
+from k3core.tokenizer import Tokenizer
 from k3core.types import PolicyVersion, Ref
 
 WARMUP_STEPS = 20
@@ -88,7 +89,7 @@ def train_supervised(
     return sum(losses) / max(1, len(losses))
 
 
-def _draw(schedule: Schedule, index: int, tokenizer) -> Demonstration:  # type: ignore[no-untyped-def]
+def _draw(schedule: Schedule, index: int, tokenizer: Tokenizer) -> Demonstration:
     _, _, messages = mixture(schedule.seed, index, schedule.arm.expert_share)
     return demonstration(messages, tokenizer, THINKING)
 

@@ -24,6 +24,14 @@ class Conv1d(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
 
 
+class OutputNorm(nn.Module):
+    """The weight of the gated output norm, one per value channel, shared by the heads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+
 class KimiDeltaAttention(nn.Module):
     def __init__(self, cfg: K3Config, layer: int) -> None:
         super().__init__()
@@ -40,8 +48,7 @@ class KimiDeltaAttention(nn.Module):
             self.g_proj = Linear(D, P)
         else:
             self.g_a_proj, self.g_b_proj = Linear(D, K), Linear(K, P)
-        self.o_norm = nn.Module()
-        self.o_norm.weight = nn.Parameter(torch.ones(K))
+        self.o_norm = OutputNorm(K)
         self.o_proj = Linear(P, D)
 
     def forward(self, x_TD: Tensor, packing: Packing, state: SlotState | None, slots_N: Tensor | None) -> Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from k3core.model.config import K3Config
@@ -16,6 +18,10 @@ from k3core.model.moe import LatentMoE
 from k3core.model.state import SlotState
 from k3kernels.attn_res import attn_res_mix
 from k3kernels.packing import Packing
+
+
+Attention = KimiDeltaAttention | MultiHeadLatentAttention
+Attend = Callable[[Attention, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, cfg: K3Config, layer: int) -> None:
         super().__init__()
         D = cfg.hidden_size
+        self.self_attn: Attention
         self.self_attn = KimiDeltaAttention(cfg, layer) if cfg.is_kda(layer) else MultiHeadLatentAttention(cfg, layer)
         if cfg.is_moe(layer):
             self.block_sparse_moe = LatentMoE(cfg)
@@ -91,12 +98,22 @@ class K3Model(nn.Module):
         state.length_N[: tokens_N.shape[0]] += is_active_N
         return forward
 
-    def _layers(self, x_TD: Tensor, replay_TLk: Tensor | None, attend) -> Forward:  # type: ignore[no-untyped-def]
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """The head in the next wider type (bf16 in fp32, fp32 in fp64).
+
+        Logits are the largest numbers of the model: one ulp of a logit of 16 in fp32 is 2e-6 nat, which would be most
+        of the difference between trainer and engine.
+        """
+        wide = torch.float32 if hidden_TD.dtype in (torch.bfloat16, torch.float16) else torch.float64
+        return F.linear(hidden_TD.to(wide), self.lm_head.effective_weight().to(wide))
+
+    def _layers(self, x_TD: Tensor, replay_TLk: Tensor | None, attend: Attend) -> Forward:
         bank: list[Tensor] = []
         prefix: Tensor | None = x_TD
-        routes = []
+        routes: list[Tensor] = []
         block = self.cfg.attn_res_block_size
         for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
             assert prefix is not None
             attn_in = prefix
             if block is not None:

@@ -17,6 +17,7 @@ class Router(nn.Module):
     def __init__(self, cfg: K3Config) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(cfg.num_experts, cfg.hidden_size))
+        self.e_score_correction_bias: Tensor
         self.register_buffer("e_score_correction_bias", torch.zeros(cfg.num_experts, dtype=torch.float32))
 
     def forward(self, x_TD: Tensor) -> Tensor:

@@ -37,10 +37,10 @@ class Trainer:
     ) -> Tensor:
         """log p(token | what came before) at the M target positions only; no [T, vocabulary] tensor exists."""
         hidden_TD = self.model(tokens_T, packing, replay_TLk).hidden_TD
-        logits_MV = self.model.lm_head(hidden_TD.index_select(0, target_M - 1)).float()
+        logits_MV = self.model.logits(hidden_TD.index_select(0, target_M - 1))
         if temperature != 1.0:
             logits_MV = logits_MV / temperature
-        return -F.cross_entropy(logits_MV, tokens_T[target_M], reduction="none")
+        return -F.cross_entropy(logits_MV, tokens_T[target_M], reduction="none").float()
 
     def forward_backward(
         self,

@@ -194,7 +194,7 @@ class K3Engine:
             self._sequences[turn.request.sequence].position += length
             turn.routes.append(routes[start : start + length])
             self._running[turn.request.sequence] = turn
-        self._sample(turns, self.model.lm_head(forward.hidden_TD[packing.last_N]))
+        self._sample(turns, self.model.logits(forward.hidden_TD[packing.last_N]))
 
     @torch.no_grad()
     def _decode(self) -> None:
@@ -212,7 +212,7 @@ class K3Engine:
         for turn, slot in zip(turns, slots, strict=True):
             self._sequences[turn.request.sequence].position += 1
             turn.routes.append(routes[slot : slot + 1])
-        self._sample(turns, self.model.lm_head(forward.hidden_TD)[slots])
+        self._sample(turns, self.model.logits(forward.hidden_TD[slots]))
 
     def _sample(self, turns: Sequence[_Turn], logits_NV: Tensor) -> None:
         logprobs_NV = sampling_logprobs(logits_NV, [turn.request.sampling for turn in turns])

@@ -12,13 +12,13 @@ from k3core.types import SamplingParams
 
 
 def sampling_logprobs(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Log of the distribution that tokens are drawn from: temperature, then top-k, then top-p, renormalised. fp32.
+    """Log of the distribution that tokens are drawn from: temperature, then top-k, then top-p, renormalised.
 
     This is what `rollout_logprobs` reports. With top_p = 1 and top_k = 0 it is log_softmax(logits / temperature),
     which the trainer computes too.
     """
-    temperature_N1 = torch.tensor([[p.temperature] for p in params])
-    logprobs_NV = torch.log_softmax(logits_NV.float() / temperature_N1, -1)
+    temperature_N1 = torch.tensor([[p.temperature] for p in params], dtype=logits_NV.dtype)
+    logprobs_NV = torch.log_softmax(logits_NV / temperature_N1, -1)
     for n, p in enumerate(params):
         if p.top_k > 0 or p.top_p < 1.0:
             logprobs_NV[n] = _truncate(logprobs_NV[n], p)

@@ -11,7 +11,7 @@ from k3core.envs.contracts import ContractsEnvironment, generate
 from k3core.envs.demonstrations import HABITS, Style, demonstrate, mixture
 from k3core.rewards.judge import RuleJudge, grade
 from k3core.rewards.rubric import RewardConfig
-from k3core.types import Message, Prompt, SamplingParams, Score, Trajectory
+from k3core.types import Message, Prompt, SamplingParams, Score, ToolCall, Trajectory
 
 
 def replay(prompt: Prompt, messages: tuple[Message, ...]) -> tuple[Score, list[Message]]:
@@ -75,6 +75,28 @@ def test_tool_messages_are_what_the_tools_return(style: Style) -> None:
     messages = demonstrate(prompt, style, random.Random(1))
     assert replay(prompt, messages)[1] == list(messages)
     assert messages[-1].tool_calls[-1].name == "finish"
+
+
+@pytest.mark.parametrize(
+    ("style", "calls"),
+    [
+        ("expert", [["grep party", "grep topic"], ["write", "finish"]]),
+        ("guess", [["write", "finish"]]),
+        ("any_contract", [["grep topic"], ["write", "finish"]]),
+        ("wrong_clause", [["grep party", "grep topic"], ["write", "finish"]]),
+        ("no_playbook", [["grep party"], ["read"], ["write", "finish"]]),
+    ],
+)
+def test_each_style_looks_only_where_its_name_says(style: Style, calls: list[list[str]]) -> None:
+    prompt = generate(6, 2, "warm")
+    words = {word: name for name, word in prompt.hidden["question"].items()}
+
+    def describe(call: ToolCall) -> str:
+        assert call.arguments is not None
+        return f"{call.name} {words[call.arguments['pattern']]}" if call.name == "grep" else call.name
+
+    messages = demonstrate(prompt, style, random.Random(0))
+    assert [[describe(call) for call in m.tool_calls] for m in messages if m.role == "assistant"] == calls
 
 
 def test_a_mixture_is_deterministic_and_has_the_share_asked_for() -> None:

@@ -134,6 +134,7 @@ def test_a_true_zero_stays_zero() -> None:
         {"field": "file", "equals": "x", "unless": "y"},
         {"fields": "file"},
         {"fields": [1]},
+        {"fields": ["file"], "unless": "y"},
         {"regex": ".*"},
     ],
 )

@@ -1,0 +1,60 @@
+"""What the terminal says of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from infra.config import RunConfig
+from infra.report import size
+from infra.stages.track import Tracked, tracking_uri
+
+
+def iteration_line(tracked: Tracked, steps: int) -> str:
+    """Reward of the rollouts, evaluation when there was one, health of the update, size of the publication."""
+    m = tracked.metrics
+    parts = [f"step {tracked.step:>3}/{steps}"]
+    if "rollout/reward" in m:
+        parts.append(f"reward {m['rollout/reward']:.3f}  all-pass {m['rollout/all_pass']:.2f}")
+        groups = sum(value for name, value in m.items() if name.startswith("groups/") and "trajectories" not in name)
+        parts.append(f"groups {m['groups/kept']:.0f}/{groups:.0f}")
+        parts.append(f"clip {m['gspo/clip_fraction']:.1%}  drift {m['drift/abs_max']:.0e}")
+    parts.append(f"{'delta' if 'publish/changed_fraction' in m else 'full'} {size(m['publish/bytes_payload'])}")
+    if "eval/reward" in m:
+        parts.append(
+            f"| eval {m['eval/reward']:.3f} ± {m['eval/reward_stderr']:.3f}  all-pass {m['eval/all_pass']:.2f}"
+            f"  {tracked.decision}"
+        )
+    return "  ".join(parts)
+
+
+def closing_lines(summary: Mapping[str, Any], folder: str, commands: Mapping[str, str]) -> str:
+    """Before and after, the control arms, and where to look."""
+    s = summary
+    lines = [
+        "",
+        f"reward    {s['reward_before']:.3f} -> {s['reward_after']:.3f} ± {s['reward_stderr']:.3f}   after {s['updates']} updates",
+        f"all-pass  {s['all_pass_before']:.3f} -> {s['all_pass_after']:.3f}",
+    ]
+    for name, key in (("control arm", "control_reward_after"), ("expert-only arm", "expert_only_reward_after")):
+        if s[key] is not None:
+            lines.append(f"{name}: {s[key]:.3f}")
+    lines += [
+        f"drift before the first update: at most {s['drift_max_abs_step0']:.1e} nat a token",
+        f"bytes: full {size(s['bytes_full'])}, delta {size(s['bytes_delta_mean'])} on average",
+        f"weights sha256 {s['weights_sha256']}",
+        "",
+        f"report:   {folder}/report.html",
+        *(f"{name + ':':<9} {command}" for name, command in commands.items()),
+    ]
+    return "\n".join(lines)
+
+
+def ui_commands(cfg: RunConfig) -> dict[str, str]:
+    """How to open the two UIs on what the run wrote."""
+    home = os.environ.get("PREFECT_HOME", "~/.prefect")
+    return {
+        "Prefect": f"PREFECT_HOME={home} prefect server start   # then http://127.0.0.1:4200/runs",
+        "MLflow": f"mlflow ui --backend-store-uri {tracking_uri(cfg)}   # then http://127.0.0.1:5000",
+    }
