@@ -234,6 +234,7 @@ def _embed_prefect(cfg: RunConfig) -> None:
 
     home = Store(cfg.root).local_path(".prefect") or Path.home() / ".k3rl" / "prefect"
     os.environ.setdefault("PREFECT_HOME", str(home))
+    Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # its server opens a database there
     os.environ.setdefault("PREFECT_LOCAL_STORAGE_PATH", str(home / "results" / cfg.run))
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
 

@@ -31,7 +31,9 @@ def run_compare(cfg: RunConfig, a: tuple[str, int], b: tuple[str, int]) -> int:
     for metric in METRICS:
         c = compare(first, second, metric, cfg.evaluate.confidence)
         interval = f"[{c.ci_low:+.3f}, {c.ci_high:+.3f}]"
-        table.add_row(metric, f"{c.mean_a:.3f}", f"{c.mean_b:.3f}", f"{c.difference:+.3f}", interval, f"{c.p_better:.3f}")
+        table.add_row(
+            metric, f"{c.mean_a:.3f}", f"{c.mean_b:.3f}", f"{c.difference:+.3f}", interval, f"{c.p_better:.3f}"
+        )
     Console().print(table)
     c = compare(first, second, "reward", cfg.evaluate.confidence)
     say(f"{c.n_prompts} prompts, paired by prompt; {c.n_ungraded} left out for want of a grade")

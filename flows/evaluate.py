@@ -79,7 +79,9 @@ def find_version(cfg: RunConfig, step: int | None) -> tuple[Inputs, PolicyVersio
     store = Store(cfg.root)
     inputs = find_inputs(store, cfg.run)
     if inputs is None:
-        raise ValueError(f"{cfg.root}: no run {cfg.run!r} here; start it with `k3 train`, or name another with run=NAME")
+        raise ValueError(
+            f"{cfg.root}: no run {cfg.run!r} here; start it with `k3 train`, or name another with run=NAME"
+        )
     newest = newest_step(store, cfg.run)
     wanted = newest if step is None else step
     policy = None if wanted is None else read_version(store, cfg.run, wanted)

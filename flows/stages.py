@@ -101,9 +101,7 @@ class Stages:
     def control(self, policy: PolicyVersion, label: str) -> PrefectFuture[Ref]:
         """Starts beside the loop; the arm's process uses another core."""
         task = configured(control, self.cfg.tasks)
-        future: PrefectFuture[Ref] = task.submit(
-            self.inputs, self.cfg.root, policy, label, self.cfg.control.sequences
-        )
+        future: PrefectFuture[Ref] = task.submit(self.inputs, self.cfg.root, policy, label, self.cfg.control.sequences)
         return future
 
     def track(self, records: tuple[Ref, ...], evaluation: Ref | None) -> Tracked:

@@ -77,15 +77,17 @@ class WarmStartConfig:
 
     seed: of the initial weights and the demonstrations, apart from the run's, so that runs of several seeds start from
     one and the same policy.
-    expert_share: how many of the demonstrations are flawless; the others carry mistakes for RL to unlearn.
+    The first expert_steps teach the skill with flawless demonstrations alone; after them only expert_share of the
+    demonstrations is flawless, the others carry bad habits for RL to unlearn.
     """
 
     init: str | None = None
     seed: Natural = 0
-    steps: Natural = 700
+    steps: Natural = 420
+    expert_steps: Natural = 300
     rows: Count = 8
-    learning_rate: Positive = 3e-3
-    expert_share: Fraction = 0.45
+    learning_rate: Positive = 4e-3
+    expert_share: Fraction = 0.1
     checkpoint_every: Count = 100
 
 

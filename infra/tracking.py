@@ -38,6 +38,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "groups/zero_variance_all_fail": "groups left out because every trajectory got the lowest reward",
         "groups/zero_variance_other": "groups left out because all rewards are equal and in between",
         "groups/ungraded": "groups left out because too few trajectories have a grade",
+    "groups/ungraded_trajectories": "trajectories without a grade, which took no part",
         "gspo/loss": "clipped surrogate, mean over sequences",
         "gspo/ratio_mean": "mean sequence ratio of policy to old policy",
         "gspo/ratio_max": "largest sequence ratio",

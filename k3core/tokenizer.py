@@ -32,8 +32,8 @@ CONTROL_TOKENS: tuple[str, ...] = (
 NUM_BYTES = 256
 
 # K3's pattern (Han runs; a word with one optional leading non-letter; digits by three; punctuation; newlines; blanks),
-# with one alternative before it: an attribute's opening such as ` role="` stays in one word, so that the BPE can make
-# it one token. What no alternative matches is a word of its own; the split never drops a character.
+# with two changes: an attribute's opening such as ` role="` stays in one word, so that the BPE can make it one token; and
+# a blank stays with the digits that follow it, as it does with a word, so that ` 120` can be one token. What no alternative matches is a word of its own; the split never drops a character.
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -43,7 +43,7 @@ _PATTERN = "|".join(
         r"[\p{Han}]+",
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}",
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}",
-        r"\p{N}{1,3}",
+        r" ?\p{N}{1,3}",
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",
         r"\s*[\r\n]+",
         r"\s+(?!\S)",

@@ -10,7 +10,6 @@ from infra.stages.context import Inputs
 from infra.stages.prepare import prepare_run
 
 
-
 @task(name="prepare", cache_policy=NO_CACHE)
 def prepare(cfg: RunConfig) -> Inputs:
     """Never cached: it is what finds out that the config changed."""

@@ -18,6 +18,4 @@ CACHE = INPUTS + TASK_SOURCE
 
 def configured(task: Task[P, R], cfg: TasksConfig) -> Task[P, R]:
     """The task with the run's retries and time-out."""
-    return task.with_options(
-        retries=cfg.retries, retry_delay_seconds=cfg.retry_delay_s, timeout_seconds=cfg.timeout_s
-    )
+    return task.with_options(retries=cfg.retries, retry_delay_seconds=cfg.retry_delay_s, timeout_seconds=cfg.timeout_s)

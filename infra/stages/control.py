@@ -20,6 +20,7 @@ from infra.stages.warm_start import continue_supervised
 from k3core.checkpoint.tensors import from_torch
 from k3core.types import PolicyVersion, Ref
 
+
 def control_arm(
     inputs: Inputs, root: str, policy: PolicyVersion, label: str, sequences: int, progress: Progress = no_progress
 ) -> Ref:

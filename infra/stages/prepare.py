@@ -43,7 +43,9 @@ def _key(run: str) -> str:
 
 def _differences(before: str, after: str) -> str:
     old, new = _flat(tomllib.loads(before)), _flat(tomllib.loads(after))
-    changed = [f"{key} = {old.get(key)} (now {new.get(key)})" for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    changed = [
+        f"{key} = {old.get(key)} (now {new.get(key)})" for key in sorted({*old, *new}) if old.get(key) != new.get(key)
+    ]
     return ", ".join(changed)
 
 

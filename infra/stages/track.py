@@ -14,7 +14,7 @@ from infra.stages.record import read_record
 from infra.store import Store
 from infra.tracking import Tracker
 from k3core.eval.compare import Comparison, allows_promotion, compare
-from k3core.types import EvalReport, Ref
+from k3core.types import Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,9 @@ def open_tracker(inputs: Inputs, root: str, uri: str, tracking: TrackingConfig) 
     cfg = context.cfg
     suite = eval_suite(cfg)
     environment = build_environment(cfg)
-    params = {name: getattr(cfg, name) for name in ("seed", "model", "warm_start", "rollout", "train", "gspo", "reward")}
+    params = {
+        name: getattr(cfg, name) for name in ("seed", "model", "warm_start", "rollout", "train", "gspo", "reward")
+    }
     digests = {
         "eval_suite": suite.sha256,
         "environment": environment.sha256,
@@ -97,4 +99,3 @@ def _decide(context: Context, tracker: Tracker, step: int, evaluation: Ref, conf
 
 def _words(c: Comparison) -> str:
     return f"paired difference {c.difference:+.3f}, {c.confidence:.0%} interval [{c.ci_low:+.3f}, {c.ci_high:+.3f}]"
-

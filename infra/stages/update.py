@@ -31,9 +31,7 @@ def update_step(inputs: Inputs, root: str, policy: PolicyVersion, score: Ref, op
     advantages = group_advantages(groups, cfg.train.normalize_std)
     if not advantages.kept:
         raise NoVarianceError(explain(advantages))
-    digest = batch_sha256(
-        [item.trajectory for item in advantages.kept], [item.advantage for item in advantages.kept]
-    )
+    digest = batch_sha256([item.trajectory for item in advantages.kept], [item.advantage for item in advantages.kept])
     ledger = Ledger(store, cfg.run)
     if (entry := ledger.get(step)) is not None and entry["batch_sha256"] == digest:
         return Ref(**entry["result"]["record"])
@@ -47,7 +45,9 @@ def update_step(inputs: Inputs, root: str, policy: PolicyVersion, score: Ref, op
         "weights": store.put(stage_key(cfg.run, step, "weights.safetensors"), to_safetensors(raw)),
         "optimizer": store.put(stage_key(cfg.run, step, "optimizer.safetensors"), to_safetensors(from_torch(state))),
     }
-    steps_behind = [policy.step - int(s) for g in groups for t in g.trajectories for s in set(t.policy_step_T) if s >= 0]
+    steps_behind = [
+        policy.step - int(s) for g in groups for t in g.trajectories for s in set(t.policy_step_T) if s >= 0
+    ]
     metrics = result.metrics | {
         "train/seconds": context.elapsed(),
         "staleness/mean": sum(steps_behind) / max(1, len(steps_behind)),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from infra.pool import load_policy, load_tensors_ref
 from infra.parts import Arm, supervised_optim
+from infra.pool import load_policy, load_tensors_ref
 from infra.stages.context import Context, Inputs, Progress, no_progress
 from infra.store import Store
 from k3core.checkpoint.tensors import from_torch, to_safetensors
@@ -30,9 +30,13 @@ class DivergedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """steps of `rows` demonstrations from `arm`; `peak` is the learning rate after warm-up."""
+    """steps of `rows` demonstrations; `peak` is the learning rate after warm-up.
+
+    The first `expert_steps` take flawless demonstrations alone, the others a share of `arm.expert_share`.
+    """
 
     arm: Arm
+    expert_steps: int
     steps: int
     rows: int
     peak: float
@@ -44,7 +48,7 @@ def warm_start(inputs: Inputs, root: str, progress: Progress = no_progress) -> R
     context = Context.open(inputs, root)
     cfg, w = context.cfg, context.cfg.warm_start
     trainer = Trainer(cfg.model, supervised_optim(cfg), seed=w.seed)
-    schedule = Schedule(Arm("mixture", w.expert_share, 0), w.steps, w.rows, w.learning_rate, w.seed)
+    schedule = Schedule(Arm("mixture", w.expert_share, 0), w.expert_steps, w.steps, w.rows, w.learning_rate, w.seed)
     loss = train_supervised(context, trainer, schedule, "warm_start", w.checkpoint_every, progress)
     weights, _ = trainer.save()
     ref = context.store.put(f"{cfg.run}/steps/000000/weights.safetensors", to_safetensors(from_torch(weights)))
@@ -59,7 +63,7 @@ def continue_supervised(
     w = cfg.warm_start
     trainer = Trainer(cfg.model, supervised_optim(cfg), seed=w.seed)
     trainer.load(load_policy(cfg, context.store, policy), {})
-    schedule = Schedule(arm, max(1, sequences // w.rows), w.rows, w.learning_rate, w.seed)
+    schedule = Schedule(arm, 0, max(1, sequences // w.rows), w.rows, w.learning_rate, w.seed)
     train_supervised(context, trainer, schedule, f"control/{arm.name}", w.checkpoint_every, progress)
     return trainer.save()[0]
 
@@ -74,7 +78,8 @@ def train_supervised(
     step, losses = _restore(store, f"{key}/latest.json", trainer)
     while step < schedule.steps:
         first = schedule.arm.first_index + step * schedule.rows
-        batch = [_draw(schedule, first + i, tokenizer) for i in range(schedule.rows)]
+        share = 1.0 if step < schedule.expert_steps else schedule.arm.expert_share
+        batch = [_draw(schedule.seed, first + i, share, tokenizer) for i in range(schedule.rows)]
         factor = warmup_cosine(step, schedule.steps, WARMUP_STEPS, LAST_FACTOR)
         done = supervised_step(trainer, batch, ROWS_AT_ONCE, schedule.peak * factor)
         if not done.result.applied:
@@ -89,8 +94,8 @@ def train_supervised(
     return sum(losses) / max(1, len(losses))
 
 
-def _draw(schedule: Schedule, index: int, tokenizer: Tokenizer) -> Demonstration:
-    _, _, messages = mixture(schedule.seed, index, schedule.arm.expert_share)
+def _draw(seed: int, index: int, expert_share: float, tokenizer: Tokenizer) -> Demonstration:
+    _, _, messages = mixture(seed, index, expert_share)
     return demonstration(messages, tokenizer, THINKING)
 
 

@@ -25,6 +25,7 @@ Split = Literal["train", "eval", "warm"]
 
 NAME = "contracts"
 MEMO = "memo.md"
+PLAYBOOK = "playbook.md"
 MEMO_FIELDS = ("file", "clause", "value", "verdict", "fallback")
 VERDICTS = ("ok", "breach")
 NUM_AGREEMENTS = 3
@@ -97,7 +98,7 @@ def generate(seed: int, index: int, split: Split, cfg: ContractsConfig | None = 
     documents = {
         name: _agreement(HEADINGS[name], other, clauses[name]) for name, other in zip(files, parties, strict=True)
     }
-    documents["playbook.md"] = "".join(f"{name} max {limit}\n" for name, limit in limits.items())
+    documents[PLAYBOOK] = "".join(f"{name} max {limit}\n" for name, limit in limits.items())
     answer = {
         "file": file,
         "clause": str(number),

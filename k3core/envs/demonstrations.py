@@ -14,6 +14,7 @@ from k3core.envs.contracts import (
     HEADINGS,
     MEMO,
     NUM_CLAUSES,
+    PLAYBOOK,
     VALUES,
     VERDICTS,
     ContractsEnvironment,
@@ -26,6 +27,7 @@ from k3core.types import Message, Prompt, ToolCall
 Style = Literal["expert", "guess", "any_contract", "wrong_clause", "no_playbook"]
 _ENVIRONMENT = ContractsEnvironment()
 HABITS: tuple[Style, ...] = ("guess", "any_contract", "wrong_clause", "no_playbook")
+HABIT_WEIGHTS = (3, 1, 1, 1)  # mostly guesses, as a policy that saves itself the work would
 
 
 def demonstrate(prompt: Prompt, style: Style, rng: random.Random) -> tuple[Message, ...]:
@@ -36,25 +38,26 @@ def demonstrate(prompt: Prompt, style: Style, rng: random.Random) -> tuple[Messa
     """
     party, topic = prompt.hidden["question"]["party"], prompt.hidden["question"]["topic"]
     answer: dict[str, str] = prompt.hidden["answer"]
-    find_party, find_topic = ToolCall("grep", {"pattern": party}), ToolCall("grep", {"pattern": topic})
-    with _ENVIRONMENT.start(prompt) as episode:
+    find_party = _grep(party)
+    with ContractsEnvironment().start(prompt) as episode:
         match style:
             case "expert":
-                seen = _call(episode, find_party, find_topic)
+                look_up = (_grep(topic, answer["file"]), _grep(topic, PLAYBOOK))
+                seen = (*_call(episode, find_party), *_call(episode, *look_up))
                 memo = answer
             case "guess":
                 seen = ()
                 memo = {"file": rng.choice(sorted(HEADINGS)), **_random_clause(rng), **_random_opinion(rng)}
             case "any_contract":
-                seen = _call(episode, find_topic)
-                memo = rng.choice(_memos_by_file(prompt, topic))
+                seen = _call(episode, _grep(topic))
+                memo = rng.choice([memo for memo in _memos(prompt) if memo["topic"] == topic])
             case "wrong_clause":
-                seen = _call(episode, find_party, find_topic)
-                others = [memo for memo in _memos_by_file(prompt, topic) if memo["file"] != answer["file"]]
-                memo = {**rng.choice(others), "file": answer["file"]}
+                own = [memo for memo in _memos(prompt) if memo["file"] == answer["file"] and memo["topic"] != topic]
+                memo = rng.choice(own)
+                look_up = (_grep(memo["topic"], answer["file"]), _grep(memo["topic"], PLAYBOOK))
+                seen = (*_call(episode, find_party), *_call(episode, *look_up))
             case "no_playbook":
-                read = ToolCall("read", {"path": answer["file"]})
-                seen = (*_call(episode, find_party), *_call(episode, read))
+                seen = (*_call(episode, find_party), *_call(episode, _grep(topic, answer["file"])))
                 memo = {**answer, **_random_opinion(rng)}
         last = _turn(ToolCall("write", {"path": MEMO, "content": format_memo(memo)}), ToolCall("finish", {}))
         _, stop_reason = episode.step(last)
@@ -63,12 +66,12 @@ def demonstrate(prompt: Prompt, style: Style, rng: random.Random) -> tuple[Messa
 
 
 def mixture(seed: int, index: int, expert_share: float) -> tuple[Prompt, Style, tuple[Message, ...]]:
-    """The index-th demonstration of a warm start: expert with probability `expert_share`, else any habit."""
+    """The index-th demonstration of a warm start: expert with probability `expert_share`, else a habit."""
     if not 0 <= expert_share <= 1:
         raise ValueError(f"expert_share: must lie in 0..1, not {expert_share}")
     prompt = generate(seed, index, "warm")
     rng = random.Random(f"demonstration/{seed}/{index}")
-    style: Style = "expert" if rng.random() < expert_share else rng.choice(HABITS)
+    style: Style = "expert" if rng.random() < expert_share else rng.choices(HABITS, HABIT_WEIGHTS)[0]
     return prompt, style, demonstrate(prompt, style, rng)
 
 
@@ -83,20 +86,24 @@ def _call(episode: ContractsEpisode, *calls: ToolCall) -> Sequence[Message]:
     return (turn, *answers)
 
 
-def _memos_by_file(prompt: Prompt, topic: str) -> list[dict[str, str]]:
-    """What an honest reader would write about the topic for each agreement that has it."""
-    limit = int(prompt.hidden["answer"]["fallback"])
+def _grep(pattern: str, path: str | None = None) -> ToolCall:
+    return ToolCall("grep", {"pattern": pattern} if path is None else {"pattern": pattern, "path": path})
+
+
+def _memos(prompt: Prompt) -> list[dict[str, str]]:
+    """What an honest reader would write about each clause of each agreement; `topic` beside the memo's fields."""
     documents: Mapping[str, str] = prompt.hidden["documents"]
+    limits = dict(line.split(" max ") for line in documents[PLAYBOOK].splitlines())
     memos: list[dict[str, str]] = []
     for file in sorted(documents.keys() & HEADINGS.keys()):
         for line in documents[file].splitlines()[1:]:
-            clause, name, value = line.split(" ")
-            if name == topic:
-                verdict = VERDICTS[int(value) > limit]
-                clause = clause.removesuffix(".")
-                memos.append(
-                    {"file": file, "clause": clause, "value": value, "verdict": verdict, "fallback": str(limit)}
-                )
+            clause, topic, value = line.split(" ")
+            fallback = limits[topic]
+            verdict = VERDICTS[int(value) > int(fallback)]
+            clause = clause.removesuffix(".")
+            memos.append(
+                {"topic": topic, "file": file, "clause": clause, "value": value, "verdict": verdict, "fallback": fallback}
+            )
     return memos
 
 

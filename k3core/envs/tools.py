@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
+from pathlib import PurePosixPath
 from typing import ClassVar
 
 import regex
@@ -39,7 +40,7 @@ class _Glob(_Arguments):
 
 
 class _Grep(_Arguments):
-    """Search files for a regular expression, case-sensitive, line by line; prints file:line:text."""
+    """Search for a regular expression, case-sensitive, line by line; prints file:text, in one file the text alone."""
 
     tool = "grep"
     pattern: str
@@ -189,14 +190,15 @@ def _grep(pattern: str, path: str, workspace: Workspace, limits: Limits) -> list
 
 def _search(compiled: regex.Pattern[str], path: str, workspace: Workspace, deadline: float) -> Iterator[str]:
     names = workspace.files(path)
+    is_one_file = list(names) == [PurePosixPath(path).as_posix()]
     for name in names:
         try:
             text = workspace.read(name)
         except ToolError:
-            if len(names) == 1:
+            if is_one_file:
                 raise
             continue  # a binary document among others is no error of the pattern's
-        for number, line in enumerate(_lines(text), start=1):
+        for line in _lines(text):
             remaining_s = deadline - time.monotonic()
             try:
                 if remaining_s <= 0:
@@ -205,7 +207,7 @@ def _search(compiled: regex.Pattern[str], path: str, workspace: Workspace, deadl
             except TimeoutError:
                 raise ToolError("the pattern takes too long") from None
             if found:
-                yield f"{name}:{number}:{line}"
+                yield line if is_one_file else f"{name}:{line}"
 
 
 def _compile(pattern: str) -> regex.Pattern[str]:

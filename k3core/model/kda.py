@@ -110,6 +110,21 @@ class KimiDeltaAttention(nn.Module):
         state.window_NJP[self.layer][:N] = torch.where(active_N1.unsqueeze(-1), window_and_qkv[:, 1:], window)
         return self._output(o_NHV, x_ND, N)
 
+    @torch.no_grad()
+    def init_as_copying(self) -> None:
+        """Queries match equal tokens, whose successors come back: keys look 1 to J-1 tokens back, head by head.
+
+        q and k start from one projection, so equal inputs match; it is small, where SiLU is nearly linear and unequal
+        keys are nearly orthogonal. Of the convolution's taps one is 1: q and v take the current token.
+        """
+        H, J = self.cfg.kda_num_heads, self.cfg.short_conv_kernel_size
+        self.q_proj.weight.mul_(0.1)
+        self.k_proj.weight.copy_(self.q_proj.weight)
+        for conv in (self.q_conv1d, self.v_conv1d):
+            conv.weight[..., -1] += 1
+        for head, taps in enumerate(self.k_conv1d.weight.unflatten(0, (H, -1))):
+            taps[..., -1 - (1 + max(0, head - 1) % (J - 1))] += 1
+
     def _conv_weight(self) -> Tensor:
         return torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
 

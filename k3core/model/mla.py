@@ -77,6 +77,16 @@ class MultiHeadLatentAttention(nn.Module):
         )
         return self._output(o_NHV.flatten(1), x_ND)
 
+    @torch.no_grad()
+    def init_as_copying(self) -> None:
+        """Queries start from the keys' projections, so equal inputs attend to each other (where the ranks agree)."""
+        cfg = self.cfg
+        if cfg.q_lora_rank == cfg.kv_lora_rank:
+            self.q_a_proj.weight.copy_(self.kv_a_proj_with_mqa.weight[: cfg.kv_lora_rank])
+            q_b = self.q_b_proj.weight.unflatten(0, (cfg.num_attention_heads, -1))
+            kv_b = self.kv_b_proj.weight.unflatten(0, (cfg.num_attention_heads, -1))
+            q_b[:, : cfg.qk_nope_head_dim] = kv_b[:, : cfg.qk_nope_head_dim]
+
     def _queries(self, x_TD: Tensor) -> Tensor:
         if self.cfg.q_lora_rank is None:
             return self.q_proj(x_TD)

@@ -19,7 +19,6 @@ from k3core.model.state import SlotState
 from k3kernels.attn_res import attn_res_mix
 from k3kernels.packing import Packing
 
-
 Attention = KimiDeltaAttention | MultiHeadLatentAttention
 Attend = Callable[[Attention, Tensor], Tensor]
 
@@ -149,8 +148,9 @@ class K3Model(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         """From scratch: embedding std 0.3, linears 1/sqrt(in), residual writers further by 1/sqrt(2L), reads uniform.
 
-        The decay starts log-uniform in 1e-3..0.3 per channel (dt_bias solves the gate for it at f = 0):
-        a zero dt_bias in the lower-bounded form would forget e^-2.5 a token and never learn to copy.
+        The decay starts log-uniform in 1e-3..0.3 per channel (dt_bias solves the gate for it at f = 0): a zero dt_bias
+        in the lower-bounded form would forget e^-2.5 a token. Attention starts out as copying (`init_as_copying`),
+        which a pretrained model brings along and a tiny one would need most of its training to find.
         """
         cfg = self.cfg
         writers = ("o_proj.weight", "down_proj.weight", "routed_expert_up_proj.weight")
@@ -158,18 +158,20 @@ class K3Model(nn.Module):
             if name == "embed_tokens.weight":
                 p.normal_(0.0, 0.3, generator=generator)
             elif name.endswith("conv1d.weight"):
-                p.uniform_(-0.5, 0.5, generator=generator)
-                p[:, :, -1] += 1.0
+                p.uniform_(-0.1, 0.1, generator=generator)
             elif name.endswith("dt_bias"):
                 low, high = math.log(1e-3), math.log(0.3)
                 decay = torch.empty(p.shape).uniform_(low, high, generator=generator).exp()
                 p.copy_(_inverse_gate(decay, cfg.gate_lower_bound))
-            elif name.endswith("A_log") or name.endswith("res_proj.weight"):
+            elif name.endswith(("A_log", "res_proj.weight")):
                 p.zero_()
             elif p.ndim >= 2:
                 p.normal_(0.0, p.shape[-1] ** -0.5, generator=generator)
                 if name.endswith(writers):
                     p.mul_((2 * cfg.num_hidden_layers) ** -0.5)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.self_attn.init_as_copying()
 
 
 def _inverse_gate(decay: Tensor, lower_bound: float | None) -> Tensor:

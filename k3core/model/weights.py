@@ -41,7 +41,9 @@ def load_tensors(model: K3Model, tensors: dict[str, Tensor]) -> None:
     for name, tensor in own.items():
         other = tensors.get(name)
         if other is not None and (other.shape != tensor.shape or other.dtype != tensor.dtype):
-            problems.append(f"{name}: {other.dtype} {tuple(other.shape)} in place of {tensor.dtype} {tuple(tensor.shape)}")
+            problems.append(
+                f"{name}: {other.dtype} {tuple(other.shape)} in place of {tensor.dtype} {tuple(tensor.shape)}"
+            )
     if problems:
         raise ValueError("weights do not fit the model: " + "; ".join(problems))
     for name, tensor in own.items():

@@ -10,6 +10,10 @@ import numpy as np
 
 from k3core.types import ScoredGroup, Trajectory
 
+# Values are sums of weights, so equal ones may differ in the last bits (0.1 + 0.2 and 0.3); dividing that by its own
+# standard deviation would turn rounding into advantages of +-1.
+SAME_VALUE = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class Advantaged:
@@ -28,7 +32,7 @@ class Advantages:
 
 
 def group_advantages(groups: Sequence[ScoredGroup], normalize_std: bool) -> Advantages:
-    """(value - mean) [/ std] within each group over graded trajectories.
+    """(value - mean) [/ population std] within each group over graded trajectories.
 
     Ungraded trajectories (value None) take no part in the mean. A group of equal values has no gradient: it leaves the
     sum and the denominator and is counted as zero_variance_all_pass, _all_fail or _other; fewer than two graded
@@ -44,8 +48,8 @@ def group_advantages(groups: Sequence[ScoredGroup], normalize_std: bool) -> Adva
         values = np.array([s.value for _, s in graded], dtype=np.float64)
         if len(graded) < 2:
             counts["ungraded"] += 1
-        elif values.max() == values.min():
-            kind = "all_pass" if all(s.all_pass for _, s in graded) else "all_fail" if values[0] == 0 else "other"
+        elif np.ptp(values) < SAME_VALUE:
+            kind = "all_pass" if all(s.all_pass for _, s in graded) else "all_fail" if not values.any() else "other"
             counts[f"zero_variance_{kind}"] += 1
         else:
             counts["kept"] += 1

@@ -44,6 +44,7 @@ def make_batch(
 
     Routes are never shifted or guessed: a position without a recorded route re-routes by itself (-1).
     """
+    assert len(trajectories) == len(advantages) == len(order)
     for t in trajectories:
         _check(t)
     temperatures = {t.sampling.temperature for t in trajectories}
@@ -59,6 +60,7 @@ def make_batch(
     mask_T = np.concatenate([t.loss_mask_T for t in trajectories])
     replay_TLk = None
     if router_replay:
+        _check_routes(trajectories)
         routes = np.concatenate([t.routed_experts_TLk for t in trajectories])
         missing = np.iinfo(routes.dtype).max
         replay_TLk = torch.from_numpy(np.where(routes == missing, -1, routes.astype(np.int64)))
@@ -102,6 +104,19 @@ def _check(t: Trajectory) -> None:
     T = len(t.tokens_T)
     for name in ("loss_mask_T", "rollout_logprobs_T", "routed_experts_TLk", "policy_step_T"):
         if len(getattr(t, name)) != T:
-            raise ValueError(f"prompt {t.prompt_id} sample {t.sample}: {name} has {len(getattr(t, name))} rows, tokens {T}")
+            raise ValueError(
+                f"prompt {t.prompt_id} sample {t.sample}: {name} has {len(getattr(t, name))} rows, tokens {T}"
+            )
     if T == 0 or t.loss_mask_T[0]:
         raise ValueError(f"prompt {t.prompt_id} sample {t.sample}: the first token must be context")
+
+
+def _check_routes(trajectories: Sequence[Trajectory]) -> None:
+    first = trajectories[0].routed_experts_TLk
+    for t in trajectories:
+        routes = t.routed_experts_TLk
+        if routes.shape[1:] != first.shape[1:] or routes.dtype != first.dtype:
+            raise ValueError(
+                f"prompt {t.prompt_id} sample {t.sample}: routed_experts_TLk is {routes.dtype} {routes.shape[1:]} a token,"
+                f" others of its batch are {first.dtype} {first.shape[1:]}: one engine must have made them all"
+            )

@@ -44,33 +44,32 @@ def gspo_loss(
     The metrics are sums and counts, to be added over micro-batches; `gspo/ratio_max` is to be maximised.
     """
     N = advantages_N.shape[0]
-    log_ratio_T = policy_logprobs_T - old_logprobs_T
-    kept_T = loss_mask_T
-    if cfg.mask_ratio_above is not None:
-        kept_T = kept_T & (log_ratio_T.detach().exp() <= cfg.mask_ratio_above)
-    count_N = _sum_by_sequence(kept_T.to(log_ratio_T.dtype), seq_T, N)
-    has_tokens_N = count_N > 0
-    mean_N = _sum_by_sequence(log_ratio_T.detach() * kept_T, seq_T, N) / count_N.clamp(min=1)
-    ratio_N = mean_N.exp()
+    with torch.no_grad():
+        log_ratio_T = policy_logprobs_T - old_logprobs_T
+        kept_T = loss_mask_T
+        if cfg.mask_ratio_above is not None:
+            kept_T = kept_T & ~(log_ratio_T.exp() > cfg.mask_ratio_above)  # a NaN is kept: the loss must show it
+        count_N = _sum_by_sequence(kept_T.to(log_ratio_T.dtype), seq_T, N)
+        has_tokens_N = count_N > 0
+        ratio_N = (_sum_by_sequence(torch.where(kept_T, log_ratio_T, 0.0), seq_T, N) / count_N.clamp(min=1)).exp()
+        tis_T = torch.ones_like(log_ratio_T)
+        if cfg.tis_cap is not None:
+            tis_T = (old_logprobs_T - rollout_logprobs_T).exp().clamp(max=cfg.tis_cap)
 
-    # s_i carries the value, each token's own logprob carries the gradient.
-    ratio_T = ratio_N[seq_T] * (policy_logprobs_T - policy_logprobs_T.detach()).exp()
+    # s_i carries the value, each kept token's own logprob carries the gradient; what is not kept is never multiplied,
+    # so that an infinity there (padding, an underflowed probability) reaches neither.
+    ratio_T = ratio_N[seq_T] * torch.where(kept_T, policy_logprobs_T - policy_logprobs_T.detach(), 0.0).exp()
     advantage_T = advantages_N[seq_T]
-    surrogate_T = torch.minimum(
-        ratio_T * advantage_T, ratio_T.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * advantage_T
-    )
+    surrogate_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * advantage_T)
     if cfg.dual_clip is not None:
         bounded_T = torch.maximum(surrogate_T, cfg.dual_clip * advantage_T)
         surrogate_T = torch.where(advantage_T < 0, bounded_T, surrogate_T)
-    tis_T = torch.ones_like(old_logprobs_T)
-    if cfg.tis_cap is not None:
-        tis_T = (old_logprobs_T - rollout_logprobs_T).exp().clamp(max=cfg.tis_cap)
     per_token_T = torch.where(kept_T, tis_T * surrogate_T, 0.0) / count_N.clamp(min=1)[seq_T]
     loss = -per_token_T.sum() / num_sequences
 
     with torch.no_grad():
-        positive_N = advantages_N > 0
-        clipped_N = torch.where(positive_N, ratio_N > 1 + cfg.clip_high, ratio_N < 1 - cfg.clip_low) & has_tokens_N
+        above_N, below_N = ratio_N > 1 + cfg.clip_high, ratio_N < 1 - cfg.clip_low
+        clipped_N = ((advantages_N > 0) & above_N | (advantages_N < 0) & below_N) & has_tokens_N
         dual_N = torch.zeros_like(clipped_N)
         if cfg.dual_clip is not None:
             dual_N = (advantages_N < 0) & (ratio_N > cfg.dual_clip) & has_tokens_N
@@ -84,7 +83,7 @@ def gspo_loss(
             "num_dual_clipped": dual_N.sum(),
             "num_masked_tokens": (loss_mask_T & ~kept_T).sum(),
             "tis_sum": tis_T[loss_mask_T].sum(),
-            "num_tis_clipped": (tis_T[loss_mask_T] == cfg.tis_cap).sum() if cfg.tis_cap else dual_N.sum() * 0,
+            "num_tis_clipped": (tis_T[loss_mask_T] == (cfg.tis_cap or float("inf"))).sum(),
         }
     return loss, metrics
 

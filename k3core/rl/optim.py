@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+_KINDS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter that has moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,11 @@ class NamedAdamW:
                 return StepResult(False, float("nan"), f"the gradient of {name} is not finite")
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if not gradients:
-            return StepResult(False, 0.0, "no parameter has a gradient")
+            return StepResult(False, float("nan"), "no parameter has a gradient")
         norm = float(torch.nn.utils.get_total_norm(gradients))
+        if not math.isfinite(norm):  # each number is finite, the sum of squares is not: clipping would make zeros of it
+            self.zero_grad()
+            return StepResult(False, norm, "the norm of the gradient overflows")
         if norm > self.cfg.grad_clip:
             torch._foreach_mul_(gradients, self.cfg.grad_clip / (norm + 1e-6))
         for group in self.optimizer.param_groups:
@@ -73,11 +79,20 @@ class NamedAdamW:
         return out
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises ValueError naming the first tensor that belongs to no parameter or has another shape."""
-        self.optimizer.state.clear()
+        """Take over what `state` gave. Parameters that it lacks start anew.
+
+        Raises ValueError naming a tensor that belongs to no parameter, has another shape or is missing; the state is
+        then what it was.
+        """
+        state: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
-            kind, name = key.split(".", 1)
+            kind, _, name = key.partition(".")
             parameter = self.parameters.get(name)
-            if parameter is None or (kind != "step" and value.shape != parameter.shape):
+            if parameter is None or kind not in _KINDS or value.shape != (parameter.shape if kind != "step" else ()):
                 raise ValueError(f"optimizer state: {key} {tuple(value.shape)} fits no trained parameter")
-            self.optimizer.state[parameter][kind] = value.clone()
+            state.setdefault(name, {})[kind] = value.clone()
+        for name, kinds in state.items():
+            if missing := [kind for kind in _KINDS if kind not in kinds]:
+                raise ValueError(f"optimizer state: {missing[0]}.{name} is missing")
+        self.optimizer.state.clear()
+        self.optimizer.state.update({self.parameters[name]: kinds for name, kinds in state.items()})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from k3core.model.config import K3Config
 from k3core.model.lora import LoraConfig, attach_lora
@@ -14,9 +15,9 @@ from k3core.model.model import K3Model
 from k3core.model.weights import load_tensors, named_tensors
 from k3core.rl.optim import NamedAdamW, OptimConfig, StepResult
 from k3kernels.packing import Packing
-
-
 Loss = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+MAX_LOGITS = 1 << 24  # 128 MiB of fp64: long episodes over a large vocabulary would fill the memory with logits
 
 
 class Trainer:
@@ -35,12 +36,28 @@ class Trainer:
     def logprobs(
         self, tokens_T: Tensor, packing: Packing, target_M: Tensor, replay_TLk: Tensor | None, temperature: float
     ) -> Tensor:
-        """log p(token | what came before) at the M target positions only; no [T, vocabulary] tensor exists."""
-        hidden_TD = self.model(tokens_T, packing, replay_TLk).hidden_TD
-        logits_MV = self.model.logits(hidden_TD.index_select(0, target_M - 1))
+        """log p(token | what came before) at the M target positions only, at most MAX_LOGITS logits at a time.
+
+        Raises ValueError where the recorded experts are not those of this model's MoE layers.
+        """
+        assert bool((packing.pos_T[target_M] > 0).all()), "nothing comes before a sequence's first token"
+        cfg = self.model.cfg
+        routed = (len(cfg.moe_layers), cfg.num_experts_per_token)
+        if replay_TLk is not None and replay_TLk.shape[1:] != routed:
+            raise ValueError(f"recorded experts are {tuple(replay_TLk.shape[1:])} a token, the model's are {routed}")
+        hidden_MD = self.model(tokens_T, packing, replay_TLk).hidden_TD.index_select(0, target_M - 1)
+        rows = max(1, MAX_LOGITS // cfg.vocab_size)
+        if len(hidden_MD) <= rows:
+            return self._head(hidden_MD, tokens_T[target_M], temperature)
+        pieces = zip(hidden_MD.split(rows), tokens_T[target_M].split(rows), strict=True)
+        # Recomputed in the backward pass: kept for it, the pieces would be the whole again.
+        return torch.cat([checkpoint(self._head, *piece, temperature, use_reentrant=False) for piece in pieces])
+
+    def _head(self, hidden_MD: Tensor, tokens_M: Tensor, temperature: float) -> Tensor:
+        logits_MV = self.model.logits(hidden_MD)
         if temperature != 1.0:
             logits_MV = logits_MV / temperature
-        return -F.cross_entropy(logits_MV, tokens_T[target_M], reduction="none").float()
+        return -F.cross_entropy(logits_MV, tokens_M, reduction="none").float()
 
     def forward_backward(
         self,

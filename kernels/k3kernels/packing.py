@@ -20,7 +20,7 @@ class Packing:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert self.lengths and min(self.lengths) > 0, self.lengths
+        assert min(self.lengths, default=0) > 0, self.lengths
 
     @property
     def num_sequences(self) -> int:

@@ -42,9 +42,7 @@ def test_rms_norm_equals_its_definition(T):
 @pytest.mark.parametrize("T", [1, 7, 65])
 def test_gated_rms_norm_equals_its_definition(T):
     args = [randn(T, 3, 8), randn(T, 3, 8, seed=1), randn(8)]
-    assert_same(
-        lambda *a: norm_eager.gated_rms_norm(*a, 1e-5), lambda *a: norm_ref.gated_rms_norm(*a, 1e-5), args
-    )
+    assert_same(lambda *a: norm_eager.gated_rms_norm(*a, 1e-5), lambda *a: norm_ref.gated_rms_norm(*a, 1e-5), args)
 
 
 @pytest.mark.parametrize("L", [1, 2, 63])
@@ -62,9 +60,7 @@ def test_situ_equals_its_definition(linear_beta):
 def test_attn_res_mix_equals_its_definition(R):
     rows = [randn(11, 12, seed=r) for r in range(R)]
     args = [randn(12), randn(12, seed=3), *rows]
-    assert_same(
-        lambda n, p, *r: attn_res_mix(r, n, p, 1e-5), lambda n, p, *r: attn_res_mix_ref(r, n, p, 1e-5), args
-    )
+    assert_same(lambda n, p, *r: attn_res_mix(r, n, p, 1e-5), lambda n, p, *r: attn_res_mix_ref(r, n, p, 1e-5), args)
 
 
 def test_attn_res_mix_uses_raw_rows_as_values():
@@ -110,9 +106,7 @@ def test_replayed_experts_get_current_weights_and_gradients_and_a_missing_route_
 def test_attention_from_start_equals_the_definition():
     q, k, v = randn(2, 3, 9, 6), randn(2, 3, 9, 6, seed=1), randn(2, 3, 9, 4)
     pos = torch.arange(9).expand(2, 9)
-    assert_same(
-        lambda *a: mla_attention_from_start(*a, 0.4), lambda *a: mla_attention(*a, pos, 0.4), [q, k, v]
-    )
+    assert_same(lambda *a: mla_attention_from_start(*a, 0.4), lambda *a: mla_attention(*a, pos, 0.4), [q, k, v])
 
 
 def test_absorbed_attention_equals_attention_over_the_expansion():

@@ -15,7 +15,9 @@ def inputs(N: int, L: int, H: int = 2, K: int = 5, lower_bound: float | None = -
     g = kda_gate(3 * f, torch.zeros(H).double(), torch.zeros(H, K).double(), lower_bound)
     beta = torch.rand(N, L, H, dtype=torch.float64, generator=gen)
     state = torch.randn(N, H, K, K, dtype=torch.float64, generator=gen)
-    return [x.requires_grad_() for x in (l2_norm(q).detach() * K**-0.5, l2_norm(k).detach(), v, g.detach(), beta, state)]
+    return [
+        x.requires_grad_() for x in (l2_norm(q).detach() * K**-0.5, l2_norm(k).detach(), v, g.detach(), beta, state)
+    ]
 
 
 def outputs_and_gradients(form, args: list[torch.Tensor]) -> list[torch.Tensor]:

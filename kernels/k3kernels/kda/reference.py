@@ -78,9 +78,8 @@ def kda_chunked(
     The pairwise exponents are split around the middle of the chunk when the gate's bound keeps both halves
     below MAX_EXPONENT, else formed as differences, which never overflow and cost C times the memory.
     """
-    N, L, H, K = q_NLHK.shape
-    assert L % chunk == 0, (L, chunk)
-    C = chunk
+    L, K, C = q_NLHK.shape[1], q_NLHK.shape[3], chunk
+    assert L % C == 0, (L, C)
 
     def to_chunks(x: Tensor) -> Tensor:  # [N, L, H, X] -> [N, H, L/C, C, X]
         return x.unflatten(1, (L // C, C)).permute(0, 3, 1, 2, 4)

@@ -19,7 +19,13 @@ def mla_attention(q_NHQX: Tensor, k_NHSX: Tensor, v_NHSV: Tensor, query_pos_NQ: 
 
 
 def mla_absorbed(
-    q_nope_NHX: Tensor, q_pe_NHP: Tensor, cache_NSC: Tensor, kv_b_HXR: Tensor, kv_b_HVR: Tensor, pos_N: Tensor, scale: float
+    q_nope_NHX: Tensor,
+    q_pe_NHP: Tensor,
+    cache_NSC: Tensor,
+    kv_b_HXR: Tensor,
+    kv_b_HVR: Tensor,
+    pos_N: Tensor,
+    scale: float,
 ) -> Tensor:
     """One query per row straight on the latent cache rows (latent R | shared key P): kv_b is folded into q and the output.
 

@@ -10,7 +10,12 @@ from k3kernels.situ.reference import situ
 
 
 def route(
-    logits_TE: Tensor, selection_bias_E: Tensor, k: int, renormalize: bool, scale: float, replay_Tk: Tensor | None = None
+    logits_TE: Tensor,
+    selection_bias_E: Tensor,
+    k: int,
+    renormalize: bool,
+    scale: float,
+    replay_Tk: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chosen experts [T, k] and their weights [T, k], fp32.
 

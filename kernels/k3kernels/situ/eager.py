@@ -11,7 +11,9 @@ def situ(gate_TF: Tensor, up_TF: Tensor, beta: float, linear_beta: float | None)
     return out
 
 
-def situ_forward(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def situ_forward(
+    gate: Tensor, up: Tensor, beta: float, linear_beta: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The value, and what the backward needs: t = tanh(g/beta), s = sigmoid(g), tau = tanh(u/lb) (u itself without lb)."""
     t = (gate / beta).tanh_()
     s = torch.sigmoid(gate)

@@ -7,7 +7,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from k3core.envs.contracts import ContractsEnvironment, generate
+from k3core.envs.contracts import TOPICS, ContractsEnvironment, generate
 from k3core.envs.demonstrations import HABITS, Style, demonstrate, mixture
 from k3core.rewards.judge import RuleJudge, grade
 from k3core.rewards.rubric import RewardConfig
@@ -47,16 +47,24 @@ def scores(style: Style, n: int) -> list[Score]:
     return [replay(prompt, demonstrate(prompt, style, random.Random(prompt.id)))[0] for prompt in prompts]
 
 
-def test_every_expert_demonstration_passes_everything_in_two_turns() -> None:
+def test_every_expert_demonstration_passes_everything_in_three_turns() -> None:
     for score in scores("expert", 50):
         assert (score.value, score.fraction, score.all_pass) == (1.0, 1.0, True)
     messages = demonstrate(generate(5, 0, "warm"), "expert", random.Random(0))
-    assert [message.role for message in messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert [message.role for message in messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
 
 
 @pytest.mark.parametrize(
     ("style", "low", "high"),
-    [("guess", 0.13, 0.25), ("any_contract", 0.35, 0.65), ("wrong_clause", 0.38, 0.48), ("no_playbook", 0.53, 0.68)],
+    [("guess", 0.13, 0.25), ("any_contract", 0.35, 0.65), ("wrong_clause", 0.2, 0.35), ("no_playbook", 0.53, 0.68)],
 )
 def test_every_bad_habit_is_worth_less_than_the_procedure(style: Style, low: float, high: float) -> None:
     values = [score.value for score in scores(style, 100) if score.value is not None]
@@ -80,16 +88,16 @@ def test_tool_messages_are_what_the_tools_return(style: Style) -> None:
 @pytest.mark.parametrize(
     ("style", "calls"),
     [
-        ("expert", [["grep party", "grep topic"], ["write", "finish"]]),
+        ("expert", [["grep party"], ["grep topic", "grep topic"], ["write", "finish"]]),
         ("guess", [["write", "finish"]]),
         ("any_contract", [["grep topic"], ["write", "finish"]]),
-        ("wrong_clause", [["grep party", "grep topic"], ["write", "finish"]]),
-        ("no_playbook", [["grep party"], ["read"], ["write", "finish"]]),
+        ("wrong_clause", [["grep party"], ["grep other", "grep other"], ["write", "finish"]]),
+        ("no_playbook", [["grep party"], ["grep topic"], ["write", "finish"]]),
     ],
 )
 def test_each_style_looks_only_where_its_name_says(style: Style, calls: list[list[str]]) -> None:
     prompt = generate(6, 2, "warm")
-    words = {word: name for name, word in prompt.hidden["question"].items()}
+    words = {topic: "other" for topic in TOPICS} | {word: name for name, word in prompt.hidden["question"].items()}
 
     def describe(call: ToolCall) -> str:
         assert call.arguments is not None
@@ -104,7 +112,7 @@ def test_a_mixture_is_deterministic_and_has_the_share_asked_for() -> None:
     assert drawn[:20] == [mixture(0, n, 0.45) for n in range(20)]
     styles = Counter(style for _, style, _ in drawn)
     assert abs(styles["expert"] / 400 - 0.45) < 0.08
-    assert min(styles[style] for style in HABITS) > 30
+    assert min(styles[style] for style in HABITS) > 20
     assert drawn[0][0] != mixture(1, 0, 0.45)[0]
     assert {mixture(0, n, 1.0)[1] for n in range(20)} == {"expert"}
     with pytest.raises(ValueError, match=r"expert_share: must lie in 0\.\.1"):
