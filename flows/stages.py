@@ -100,9 +100,9 @@ class Stages:
 
     def control(self, policy: PolicyVersion, label: str) -> PrefectFuture[Ref]:
         """Starts beside the loop; the arm's process uses another core."""
-        task = configured(control, self.cfg.tasks)
-        future: PrefectFuture[Ref] = task.submit(self.inputs, self.cfg.root, policy, label, self.cfg.control.sequences)
-        return future
+        cfg = self.cfg
+        task = configured(control, cfg.tasks).with_options(timeout_seconds=None)
+        return task.submit(self.inputs, cfg.root, policy, label, cfg.control.sequences, cfg.tasks.timeout_s)
 
     def track(self, records: tuple[Ref, ...], evaluation: Ref | None) -> Tracked:
         cfg = self.cfg

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,11 +19,13 @@ class ChildFailed(Exception):
 _PR_SET_PDEATHSIG = 1
 
 
-def run_job(module: str, job: Mapping[str, Any], on_progress: Callable[[int, int], None]) -> None:
+def run_job(
+    module: str, job: Mapping[str, Any], timeout_s: float, on_progress: Callable[[int, int], None]
+) -> None:
     """Run `python -m module` with the job as JSON on stdin, until it ends.
 
     Takes lines `progress DONE OF` from its stdout. The kernel kills the child when this process dies, however it dies;
-    an exception here (a cancel, a time-out) kills it too. Raises ChildFailed.
+    the time-out, or an exception here (a cancel), kills it too. Raises ChildFailed.
     """
     child = subprocess.Popen(
         [sys.executable, "-m", module],
@@ -34,6 +37,14 @@ def run_job(module: str, job: Mapping[str, Any], on_progress: Callable[[int, int
     )
     assert child.stdin is not None
     assert child.stdout is not None
+    too_long = threading.Event()
+
+    def give_up() -> None:
+        too_long.set()
+        child.kill()
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.start()
     try:
         child.stdin.write(json.dumps(job))
         child.stdin.close()
@@ -44,9 +55,12 @@ def run_job(module: str, job: Mapping[str, Any], on_progress: Callable[[int, int
         assert child.stderr is not None
         errors = child.stderr.read()
         if child.wait() != 0:
+            if too_long.is_set():
+                raise ChildFailed(f"{module} took longer than {timeout_s:g} s (tasks.timeout_s) and was ended")
             last = "\n".join(errors.strip().splitlines()[-15:])
             raise ChildFailed(f"{module} ended with code {child.returncode}: {last}")
     finally:
+        timer.cancel()
         if child.poll() is None:
             child.kill()
             child.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -73,6 +74,10 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "tracking/nonfinite": "metrics of this step that were NaN or infinite; the tag k3.nonfinite/<step> names them",
     }
 )
+
+# Its table creation and migrations are no news to a person who waits for a step.
+logging.getLogger("mlflow").setLevel(logging.WARNING)
+logging.getLogger("alembic").setLevel(logging.WARNING)
 
 NONFINITE = "tracking/nonfinite"
 CRITERION = "eval_criterion/"

@@ -22,7 +22,13 @@ from k3core.types import PolicyVersion, Ref
 
 
 def control_arm(
-    inputs: Inputs, root: str, policy: PolicyVersion, label: str, sequences: int, progress: Progress = no_progress
+    inputs: Inputs,
+    root: str,
+    policy: PolicyVersion,
+    label: str,
+    sequences: int,
+    timeout_s: float,
+    progress: Progress = no_progress,
 ) -> Ref:
     """Record of the arm's evaluation. The work runs in a child process, so it uses the other core."""
     job = {
@@ -32,7 +38,7 @@ def control_arm(
         "label": label,
         "sequences": sequences,
     }
-    run_job("infra.stages.control", job, progress)
+    run_job("infra.stages.control", job, timeout_s, progress)
     store = Context.open(inputs, root).store
     key = stage_key(policy.run, policy.step, f"evaluate-{label}.json")
     data = store.read(key)

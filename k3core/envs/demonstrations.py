@@ -7,7 +7,7 @@ experts sets the reward that RL starts from.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 from k3core.envs.contracts import (
@@ -79,7 +79,7 @@ def _turn(*calls: ToolCall) -> Message:
     return Message("assistant", tool_calls=calls)
 
 
-def _call(episode: ContractsEpisode, *calls: ToolCall) -> Sequence[Message]:
+def _call(episode: ContractsEpisode, *calls: ToolCall) -> tuple[Message, ...]:
     turn = _turn(*calls)
     answers, stop_reason = episode.step(turn)
     assert stop_reason is None

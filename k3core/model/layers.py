@@ -17,6 +17,8 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.lora_A: nn.Parameter | None
+        self.lora_B: nn.Parameter | None
         self.register_parameter("lora_A", None)
         self.register_parameter("lora_B", None)
         self.lora_scale = 0.0
@@ -32,13 +34,13 @@ class Linear(nn.Module):
 
     def effective_weight(self) -> Tensor:
         """W + scale B A: for the one place that folds a projection into another operation."""
-        if self.lora_A is None:
+        if self.lora_A is None or self.lora_B is None:
             return self.weight
         return self.weight + self.lora_scale * (self.lora_B @ self.lora_A)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight)
-        if self.lora_A is not None:
+        if self.lora_A is not None and self.lora_B is not None:
             y = y + self.lora_scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
         return y
 

@@ -33,35 +33,45 @@ class MultiHeadLatentAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, packing: Packing, state: SlotState | None, slots_N: Tensor | None) -> Tensor:
         """x_TD normed. With a state, queries also see the slot's history, and the new latent rows are appended to it."""
-        cfg, H, N = self.cfg, self.cfg.num_attention_heads, packing.num_sequences
-        length = packing.max_length
-        q_NHQX = packing.pad(self._queries(x_TD), length).unflatten(-1, (H, self.qk_head_dim)).transpose(1, 2)
-        latent_NSC = packing.pad(self._latent(x_TD), length)
-        query_pos_NQ = torch.arange(length).expand(N, length)
+        q_THX = self._queries(x_TD).unflatten(-1, (self.cfg.num_attention_heads, self.qk_head_dim))
+        latent_TC = self._latent(x_TD)
         if state is not None:
             assert slots_N is not None
-            cache_NSC, start_N = state.cache_NSC[self.layer], state.length_N[slots_N]
-            slot_T = slots_N[packing.seq_T]
-            cache_NSC[slot_T, start_N[packing.seq_T] + packing.pos_T] = packing.unpad(latent_NSC)
-            latent_NSC = cache_NSC[slots_N, : int((start_N + packing.lengths_N).max())]
-            query_pos_NQ = start_N.unsqueeze(-1) + query_pos_NQ
-        kv_NSHX = self.kv_b_proj(latent_NSC[..., : cfg.kv_lora_rank]).unflatten(-1, (H, -1))
-        k_nope, v_NSHV = kv_NSHX.split([cfg.qk_nope_head_dim, cfg.v_head_dim], -1)
-        k_pe = latent_NSC[..., cfg.kv_lora_rank :].unsqueeze(2).expand(-1, -1, H, -1)
-        k_NHSX = torch.cat([k_nope, k_pe], -1).transpose(1, 2)
-        v_NHSV, scale = v_NSHV.transpose(1, 2), self.qk_head_dim**-0.5
-        if state is None:
-            o_NHQV = mla_attention_from_start(q_NHQX, k_NHSX, v_NHSV, scale)
+            o_THV = self._attend_histories(q_THX, latent_TC, packing, state, slots_N)
         else:
-            o_NHQV = mla_attention(q_NHQX, k_NHSX, v_NHSV, query_pos_NQ, scale)
-        return self._output(packing.unpad(o_NHQV.transpose(1, 2).flatten(2)), x_TD)
+            length = packing.max_length
+            k_NHSX, v_NHSV = self._keys_and_values(packing.pad(latent_TC, length))
+            q_NHQX = packing.pad(q_THX, length).transpose(1, 2)
+            o_NHQV = mla_attention_from_start(q_NHQX, k_NHSX, v_NHSV, self.qk_head_dim**-0.5)
+            o_THV = packing.unpad(o_NHQV.transpose(1, 2))
+        return self._output(o_THV.flatten(1), x_TD)
+
+    def _attend_histories(
+        self, q_THX: Tensor, latent_TC: Tensor, packing: Packing, state: SlotState, slots_N: Tensor
+    ) -> Tensor:
+        """Sequence by sequence: what one sums over has its own length, so its rounding does not depend on neighbours."""
+        outputs = []
+        places = zip(slots_N.tolist(), state.length_N[slots_N].tolist(), strict=True)
+        pieces = zip(q_THX.split(packing.lengths), latent_TC.split(packing.lengths), strict=True)
+        for (slot, start), (q_QHX, latent_QC) in zip(places, pieces, strict=True):
+            end = start + len(q_QHX)
+            assert end <= state.max_length, (slot, end)
+            cache_SC = state.cache_NSC[self.layer][slot]
+            cache_SC[start:end] = latent_QC
+            k_NHSX, v_NHSV = self._keys_and_values(cache_SC[None, :end])
+            pos_NQ = torch.arange(start, end).unsqueeze(0)
+            o_NHQV = mla_attention(q_QHX.transpose(0, 1)[None], k_NHSX, v_NHSV, pos_NQ, self.qk_head_dim**-0.5)
+            outputs.append(o_NHQV[0].transpose(0, 1))
+        return torch.cat(outputs)
 
     def decode(self, x_ND: Tensor, state: SlotState, is_active_N: Tensor) -> Tensor:
-        """One token for the first N slots. The row is written for every slot; only an active one's length moves past it."""
+        """One token for the first N slots; slots that are not active keep their rows."""
         cfg, H, N = self.cfg, self.cfg.num_attention_heads, x_ND.shape[0]
         pos_N = state.length_N[:N]
+        assert int((pos_N * is_active_N).max()) < state.max_length
         cache_NSC = state.cache_NSC[self.layer]
-        cache_NSC[torch.arange(N), pos_N.clamp(max=state.max_length - 1)] = self._latent(x_ND)
+        active = is_active_N.nonzero().squeeze(-1)
+        cache_NSC[active, pos_N[active]] = self._latent(x_ND)[active]
         # Rounded up, so that a row's reductions have the same shape whoever its neighbours are.
         longest = min(-(-(int((pos_N * is_active_N).max()) + 1) // 32) * 32, state.max_length)
         q_NHX = self._queries(x_ND).unflatten(-1, (H, self.qk_head_dim))
@@ -86,6 +96,13 @@ class MultiHeadLatentAttention(nn.Module):
             q_b = self.q_b_proj.weight.unflatten(0, (cfg.num_attention_heads, -1))
             kv_b = self.kv_b_proj.weight.unflatten(0, (cfg.num_attention_heads, -1))
             q_b[:, : cfg.qk_nope_head_dim] = kv_b[:, : cfg.qk_nope_head_dim]
+
+    def _keys_and_values(self, latent_NSC: Tensor) -> tuple[Tensor, Tensor]:
+        cfg, H = self.cfg, self.cfg.num_attention_heads
+        kv_NSHX = self.kv_b_proj(latent_NSC[..., : cfg.kv_lora_rank]).unflatten(-1, (H, -1))
+        k_nope, v_NSHV = kv_NSHX.split([cfg.qk_nope_head_dim, cfg.v_head_dim], -1)
+        k_pe = latent_NSC[..., cfg.kv_lora_rank :].unsqueeze(2).expand(-1, -1, H, -1)
+        return torch.cat([k_nope, k_pe], -1).transpose(1, 2), v_NSHV.transpose(1, 2)
 
     def _queries(self, x_TD: Tensor) -> Tensor:
         if self.cfg.q_lora_rank is None:

@@ -11,7 +11,7 @@ from k3core.model.config import K3Config
 class SlotState:
     """Histories of up to `num_slots` sequences of up to `max_length` tokens.
 
-    kda_NHKV[layer] fp32 state, window_NJP[layer] the last J-1 inputs of the convolution (q|k|v),
+    kda_NHKV[layer] the recurrent state, at least fp32, window_NJP[layer] the last J-1 inputs of the convolution (q|k|v),
     cache_NSC[layer] one latent row (kv_lora_rank | rope width) per token. length_N counts the tokens that
     all three have seen: there is one position per slot, so they cannot come apart.
     """
@@ -25,7 +25,7 @@ class SlotState:
         for layer in range(cfg.num_hidden_layers):
             if cfg.is_kda(layer):
                 shape = (num_slots, cfg.kda_num_heads, cfg.kda_head_dim, cfg.kda_head_dim)
-                self.kda_NHKV[layer] = torch.zeros(shape, dtype=torch.float32)
+                self.kda_NHKV[layer] = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
                 self.window_NJP[layer] = torch.zeros(num_slots, cfg.short_conv_kernel_size - 1, 3 * P, dtype=dtype)
             else:
                 width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
@@ -33,9 +33,8 @@ class SlotState:
         self.length_N = torch.zeros(num_slots, dtype=torch.long)
 
     def reset(self, slot: int) -> None:
-        """Make a slot an empty history. The MLA rows behind the length are never read, so they stay."""
-        for state_NHKV in self.kda_NHKV.values():
-            state_NHKV[slot] = 0
-        for window_NJP in self.window_NJP.values():
-            window_NJP[slot] = 0
+        """Make a slot an empty history. MLA rows behind the length weigh 0 in a batch, but 0 times NaN is NaN: all go."""
+        for per_layer in (self.kda_NHKV, self.window_NJP, self.cache_NSC):
+            for per_slot in per_layer.values():
+                per_slot[slot] = 0
         self.length_N[slot] = 0

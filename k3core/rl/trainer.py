@@ -15,6 +15,7 @@ from k3core.model.model import K3Model
 from k3core.model.weights import load_tensors, named_tensors
 from k3core.rl.optim import NamedAdamW, OptimConfig, StepResult
 from k3kernels.packing import Packing
+
 Loss = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 MAX_LOGITS = 1 << 24  # 128 MiB of fp64: long episodes over a large vocabulary would fill the memory with logits

@@ -15,7 +15,6 @@ from k3core.rl.batch import Batch, microbatches
 from k3core.rl.drift import drift
 from k3core.rl.gspo import GspoConfig, gspo_loss
 from k3core.rl.trainer import Trainer
-from k3core.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,36 +39,32 @@ def update_policy(
 ) -> UpdateResult:
     """Every kept trajectory is trained on once. The minibatches are a seeded shuffle, so a retry repeats them exactly."""
     assert kept
-    trajectories = [item.trajectory for item in kept]
-    old_logprobs, rollout_logprobs, missing = trainer_logprobs(trainer, trajectories, cfg)
-    metrics = drift(np.concatenate(old_logprobs), np.concatenate(rollout_logprobs))
-    metrics["drift/route_missing_fraction"] = missing
+    minibatches = _minibatches(kept, cfg, seed)
+    batches = [batch for minibatch in minibatches for batch in minibatch]
+    # On the batches that are trained on: in others a logprob may differ in its last bits, and the ratio of the first
+    # minibatch would not be exactly 1.
+    old_logprobs = [_old_logprobs(trainer, batch) for batch in batches]
+    metrics = drift(torch.cat(old_logprobs).numpy(), torch.cat([batch.rollout_logprobs_M for batch in batches]).numpy())
+    metrics |= _route_metrics(batches)
 
-    order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(seed)).tolist()
-    minibatches = np.array_split(np.array(order), min(cfg.minibatches, len(kept)))
+    old = iter(old_logprobs)
     totals: dict[str, float] = {}
     grad_norms: list[float] = []
     vetoes: list[str] = []
-    for members in minibatches:
-        batches = microbatches(
-            [trajectories[i] for i in members],
-            [kept[i].advantage for i in members],
-            cfg.microbatch_rows,
-            cfg.router_replay,
-        )
-        for batch in batches:
-            old_M = torch.from_numpy(np.concatenate([old_logprobs[members[place]] for place in batch.order_N]))
+    for minibatch in minibatches:
+        num_sequences = sum(batch.packing.num_sequences for batch in minibatch)
+        for batch in minibatch:
             part = trainer.forward_backward(
                 batch.tokens_T,
                 batch.packing,
                 batch.target_M,
-                partial(_loss, batch=batch, old_M=old_M, num_sequences=len(members), gspo=gspo),
+                partial(_loss, batch=batch, old_M=next(old), num_sequences=num_sequences, gspo=gspo),
                 batch.replay_TLk,
                 batch.temperature,
             )
             for name, value in part.items():
-                new = float(value)
-                totals[name] = max(totals.get(name, new), new) if name == "ratio_max" else totals.get(name, 0.0) + new
+                join = np.maximum if name == "ratio_max" else np.add  # both keep a NaN
+                totals[name] = float(join(totals.get(name, 0.0), float(value)))
         result = trainer.optim_step()
         if result.applied:
             grad_norms.append(result.grad_norm)
@@ -78,32 +73,41 @@ def update_policy(
     metrics |= _gspo_metrics(totals, len(minibatches))
     metrics["train/vetoed_steps"] = float(len(vetoes))
     metrics["train/learning_rate"] = trainer.optimizer.cfg.learning_rate
-    metrics["train/tokens"] = float(sum(len(t.tokens_T) for t in trajectories))
+    metrics["train/tokens"] = float(sum(batch.packing.num_tokens for batch in batches))
     if grad_norms:
         metrics["train/grad_norm"] = float(np.mean(grad_norms))
     return UpdateResult(metrics, tuple(vetoes))
 
 
+def _minibatches(kept: Sequence[Advantaged], cfg: UpdateConfig, seed: int) -> list[list[Batch]]:
+    """The micro-batches of each optimizer step; every kept trajectory is in one of them."""
+    order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [
+        microbatches(
+            [kept[i].trajectory for i in members],
+            [kept[i].advantage for i in members],
+            cfg.microbatch_rows,
+            cfg.router_replay,
+        )
+        for members in np.array_split(np.array(order), min(cfg.minibatches, len(kept)))
+    ]
+
+
 @torch.no_grad()
-def trainer_logprobs(
-    trainer: Trainer, trajectories: Sequence[Trajectory], cfg: UpdateConfig
-) -> tuple[list[np.ndarray], list[np.ndarray], float]:
-    """Per trajectory: logprobs of its sampled tokens by the trainer now and by the engine then; share of tokens whose
-    routes were not recorded (a sequence's last token never has one)."""
-    ours: list[np.ndarray] = [np.empty(0, np.float32)] * len(trajectories)
-    engines = [t.rollout_logprobs_T[t.loss_mask_T] for t in trajectories]
+def _old_logprobs(trainer: Trainer, batch: Batch) -> Tensor:
+    return trainer.logprobs(batch.tokens_T, batch.packing, batch.target_M, batch.replay_TLk, batch.temperature)
+
+
+def _route_metrics(batches: Sequence[Batch]) -> dict[str, float]:
+    """Share of tokens and layers without recorded experts. A sequence's last token never has any: it was no input."""
     missing = total = 0
-    for batch in microbatches(trajectories, [0.0] * len(trajectories), cfg.microbatch_rows, cfg.router_replay):
-        logprobs_M = trainer.logprobs(
-            batch.tokens_T, batch.packing, batch.target_M, batch.replay_TLk, batch.temperature
-        ).numpy()
-        counts = torch.bincount(batch.seq_M, minlength=batch.packing.num_sequences).tolist()
-        for place, piece in zip(batch.order_N, np.split(logprobs_M, np.cumsum(counts)[:-1]), strict=True):
-            ours[place] = piece
-        total += batch.packing.num_tokens - batch.packing.num_sequences
-        if batch.replay_TLk is not None and batch.replay_TLk.numel():
-            missing += int((batch.replay_TLk < 0).any(-1).any(-1).sum()) - batch.packing.num_sequences
-    return ours, engines, max(missing, 0) / max(total, 1)
+    for batch in batches:
+        if batch.replay_TLk is not None:
+            missing_TL = (batch.replay_TLk < 0).any(-1)
+            missing_TL[batch.packing.last_N] = False
+            missing += int(missing_TL.sum())
+            total += (batch.packing.num_tokens - batch.packing.num_sequences) * missing_TL.shape[1]
+    return {"drift/route_missing_fraction": missing / total} if total else {}
 
 
 def _loss(
@@ -122,14 +126,20 @@ def _loss(
 
 
 def _gspo_metrics(totals: dict[str, float], num_minibatches: int) -> dict[str, float]:
-    sequences, tokens = max(totals["num_sequences"], 1.0), max(totals["num_tokens"], 1.0)
-    return {
-        "gspo/loss": totals["loss"] / num_minibatches,
-        "gspo/ratio_mean": totals["ratio_sum"] / sequences,
-        "gspo/ratio_max": totals["ratio_max"],
-        "gspo/clip_fraction": totals["num_clipped"] / sequences,
-        "gspo/dual_clip_fraction": totals["num_dual_clipped"] / sequences,
-        "gspo/masked_token_fraction": totals["num_masked_tokens"] / tokens,
-        "gspo/tis_mean": totals["tis_sum"] / tokens,
-        "gspo/tis_clip_fraction": totals["num_tis_clipped"] / tokens,
-    }
+    """Means over what there was; without a sequence or token the mean is left out."""
+    sequences, tokens = totals["num_sequences"], totals["num_tokens"]
+    metrics = {"gspo/loss": totals["loss"] / num_minibatches}
+    if sequences:
+        metrics |= {
+            "gspo/ratio_mean": totals["ratio_sum"] / sequences,
+            "gspo/ratio_max": totals["ratio_max"],
+            "gspo/clip_fraction": totals["num_clipped"] / sequences,
+            "gspo/dual_clip_fraction": totals["num_dual_clipped"] / sequences,
+        }
+    if tokens:
+        metrics |= {
+            "gspo/masked_token_fraction": totals["num_masked_tokens"] / tokens,
+            "gspo/tis_mean": totals["tis_sum"] / tokens,
+            "gspo/tis_clip_fraction": totals["num_tis_clipped"] / tokens,
+        }
+    return metrics

@@ -101,7 +101,7 @@ def kda_chunked(
         kk = torch.einsum("...ic,...jc,...ijc->...ij", k, k, decay)
         qk = torch.einsum("...ic,...jc,...ijc->...ij", q, k, decay)
     qk = qk.tril()
-    M = (beta * kk).tril(-1)
+    M = beta * kk.tril(-1)  # masked first: above the diagonal the split form may overflow, and beta's gradient sees kk
     right = beta * torch.cat([k * expG, v], -1)
     solved = torch.linalg.solve_triangular(M, right, upper=False, unitriangular=True)
     W, U = solved[..., :K], solved[..., K:]

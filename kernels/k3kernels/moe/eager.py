@@ -1,6 +1,7 @@
 """Experts over tokens sorted by expert, with hand-written backward: only gathers, no scatter-add (CPU training).
 
-Every token's k results are added in slot order, so the result does not depend on what else is in the batch.
+Every token's k results are added in slot order and no GEMM is narrower than MIN_ROWS, so a token's result does not
+depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from k3kernels.situ.eager import situ_backward, situ_forward
+
+MIN_ROWS = 16  # a BLAS multiplies a few rows by other kernels than many, and those sum in another order
 
 
 def moe_experts(
@@ -36,15 +39,15 @@ class _Experts(torch.autograd.Function):
         xs = x.index_select(0, order // k)
         gate, up = xs.new_empty(T * k, w1.shape[1]), xs.new_empty(T * k, w1.shape[1])
         for e, a, b in spans:
-            torch.mm(xs[a:b], w1[e].T, out=gate[a:b])
-            torch.mm(xs[a:b], w3[e].T, out=up[a:b])
+            _multiply_rows(xs, a, b, w1[e].T, gate)
+            _multiply_rows(xs, a, b, w3[e].T, up)
         if situ_betas is None:
-            h, saved = F.silu(gate) * up, (gate, up)
+            h, saved = F.silu(gate) * up, [gate, up]
         else:
             h, *saved = situ_forward(gate, up, *situ_betas)
         ys = torch.empty_like(xs)
         for e, a, b in spans:
-            torch.mm(h[a:b], w2[e].T, out=ys[a:b])
+            _multiply_rows(h, a, b, w2[e].T, ys)
         y_TkR = ys.index_select(0, inverse).view(T, k, -1)
         out = y_TkR[:, 0] * weights[:, :1]
         for slot in range(1, k):
@@ -77,6 +80,15 @@ class _Experts(torch.autograd.Function):
             torch.mm(grad_up[a:b].T, xs[a:b], out=grad_w3[e])
         grad_x = grad_xs.index_select(0, inverse).view(T, k, -1).sum(1)
         return grad_x, None, grad_weights, grad_w1, grad_w3, grad_w2, None
+
+
+def _multiply_rows(x: Tensor, a: int, b: int, w: Tensor, out: Tensor) -> None:
+    """out[a:b] = x[a:b] @ w, computed with neighbouring rows where these are fewer than MIN_ROWS."""
+    if b - a >= MIN_ROWS or x.shape[0] < MIN_ROWS:
+        torch.mm(x[a:b], w, out=out[a:b])
+    else:
+        start = min(a, x.shape[0] - MIN_ROWS)
+        out[a:b] = (x[start : start + MIN_ROWS] @ w)[a - start : b - start]
 
 
 def _spans(counts_E: Tensor) -> list[tuple[int, int, int]]:
