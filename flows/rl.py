@@ -16,6 +16,7 @@ from infra.stages.track import tracking_uri
 from k3core.types import PolicyVersion, Ref
 from tasks.prepare import prepare
 from tasks.report import report
+from tasks.stage import discard_torn_results
 
 
 @flow(name="rl_training", flow_run_name="{cfg.run}", validate_parameters=False)
@@ -39,6 +40,8 @@ def rl_training(cfg: RunConfig) -> str:
 
 def run_training(cfg: RunConfig) -> int:
     """The embedded default: the flow in this process, on a Prefect server that starts and ends with it."""
+    for path in discard_torn_results():
+        say(f"{path.name}: half written when the last try ended; its task runs again")
     with bars():
         folder = rl_training(cfg)
     say(closing_lines(json.loads((Path(folder) / "report.json").read_text()), folder, ui_commands(cfg)))

@@ -78,16 +78,18 @@ class WarmStartConfig:
     seed: of the initial weights and the demonstrations, apart from the run's, so that runs of several seeds start from
     one and the same policy.
     The first expert_steps teach the skill with flawless demonstrations alone; after them only expert_share of the
-    demonstrations is flawless, the others carry bad habits for RL to unlearn.
+    demonstrations is flawless, the others carry bad habits for RL to unlearn. learning_rate is the highest of a cosine
+    over the expert steps; the mixture, and the control arms after it, train at mixture_learning_rate.
     """
 
     init: str | None = None
     seed: Natural = 0
-    steps: Natural = 420
-    expert_steps: Natural = 300
+    steps: Natural = 380
+    expert_steps: Natural = 280
     rows: Count = 8
     learning_rate: Positive = 4e-3
-    expert_share: Fraction = 0.1
+    mixture_learning_rate: Positive = 1e-3
+    expert_share: Fraction = 0.25
     checkpoint_every: Count = 100
 
 

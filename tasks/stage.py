@@ -1,11 +1,14 @@
-"""What all stage tasks have in common."""
+"""What all stage tasks have in common: their settings, and a results folder that survives kill -9."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from prefect import Task
 from prefect.cache_policies import INPUTS, TASK_SOURCE
+from prefect.settings import get_current_settings
 
 from infra.config import TasksConfig
 
@@ -18,4 +21,26 @@ CACHE = INPUTS + TASK_SOURCE
 
 def configured(task: Task[P, R], cfg: TasksConfig) -> Task[P, R]:
     """The task with the run's retries and time-out."""
-    return task.with_options(retries=cfg.retries, retry_delay_seconds=cfg.retry_delay_s, timeout_seconds=cfg.timeout_s)
+    return task.with_options(
+        retries=cfg.retries, retry_delay_seconds=cfg.retry_delay_s, timeout_seconds=cfg.timeout_s
+    )
+
+
+def discard_torn_results() -> list[Path]:
+    """Delete the result files that a killed process left half written, so that their tasks run again.
+
+    Prefect writes them in place, and would fail for ever on one that does not parse.
+    """
+    folder = Path(get_current_settings().results.local_storage_path)
+    torn = [path for path in sorted(folder.glob("*")) if path.is_file() and not _is_whole(path)]
+    for path in torn:
+        path.unlink()
+    return torn
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(document, dict) and {"metadata", "result"} <= document.keys()

@@ -20,7 +20,7 @@ from k3core.tokenizer import Tokenizer
 from k3core.types import PolicyVersion, Ref
 
 WARMUP_STEPS = 20
-LAST_FACTOR = 0.1  # of the learning rate, at the end of the cosine
+LAST_FACTOR = 0.1  # of the learning rate, at the end of the cosine over the expert steps
 ROWS_AT_ONCE = 16
 
 
@@ -30,9 +30,10 @@ class DivergedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """steps of `rows` demonstrations; `peak` is the learning rate after warm-up.
+    """steps of `rows` demonstrations.
 
-    The first `expert_steps` take flawless demonstrations alone, the others a share of `arm.expert_share`.
+    The first `expert_steps` take flawless demonstrations alone, at a learning rate that rises to `peak` and falls along
+    a cosine; the others a share of `arm.expert_share`, at `mixture_rate`.
     """
 
     arm: Arm
@@ -40,6 +41,7 @@ class Schedule:
     steps: int
     rows: int
     peak: float
+    mixture_rate: float
     seed: int
 
 
@@ -48,7 +50,7 @@ def warm_start(inputs: Inputs, root: str, progress: Progress = no_progress) -> R
     context = Context.open(inputs, root)
     cfg, w = context.cfg, context.cfg.warm_start
     trainer = Trainer(cfg.model, supervised_optim(cfg), seed=w.seed)
-    schedule = Schedule(Arm("mixture", w.expert_share, 0), w.expert_steps, w.steps, w.rows, w.learning_rate, w.seed)
+    schedule = Schedule(Arm("mixture", w.expert_share, 0), w.expert_steps, w.steps, w.rows, w.learning_rate, w.mixture_learning_rate, w.seed)
     loss = train_supervised(context, trainer, schedule, "warm_start", w.checkpoint_every, progress)
     weights, _ = trainer.save()
     ref = context.store.put(f"{cfg.run}/steps/000000/weights.safetensors", to_safetensors(from_torch(weights)))
@@ -63,7 +65,7 @@ def continue_supervised(
     w = cfg.warm_start
     trainer = Trainer(cfg.model, supervised_optim(cfg), seed=w.seed)
     trainer.load(load_policy(cfg, context.store, policy), {})
-    schedule = Schedule(arm, 0, max(1, sequences // w.rows), w.rows, w.learning_rate, w.seed)
+    schedule = Schedule(arm, 0, max(1, sequences // w.rows), w.rows, w.learning_rate, w.mixture_learning_rate, w.seed)
     train_supervised(context, trainer, schedule, f"control/{arm.name}", w.checkpoint_every, progress)
     return trainer.save()[0]
 
@@ -77,14 +79,18 @@ def train_supervised(
     key = f"{run}/checkpoints/{name}"
     step, losses = _restore(store, f"{key}/latest.json", trainer)
     while step < schedule.steps:
+        is_expert_step = step < schedule.expert_steps
+        share = 1.0 if is_expert_step else schedule.arm.expert_share
         first = schedule.arm.first_index + step * schedule.rows
-        share = 1.0 if step < schedule.expert_steps else schedule.arm.expert_share
         batch = [_draw(schedule.seed, first + i, share, tokenizer) for i in range(schedule.rows)]
-        factor = warmup_cosine(step, schedule.steps, WARMUP_STEPS, LAST_FACTOR)
-        done = supervised_step(trainer, batch, ROWS_AT_ONCE, schedule.peak * factor)
+        rate = schedule.mixture_rate
+        if is_expert_step:
+            rate = schedule.peak * warmup_cosine(step, schedule.expert_steps, WARMUP_STEPS, LAST_FACTOR)
+        done = supervised_step(trainer, batch, ROWS_AT_ONCE, rate)
         if not done.result.applied:
             raise DivergedError(
                 f"{name} step {step}: {done.result.reason}; lower warm_start.learning_rate ({schedule.peak:g})"
+                f" or warm_start.mixture_learning_rate ({schedule.mixture_rate:g})"
             )
         losses = [*losses, done.loss][-50:]
         step += 1

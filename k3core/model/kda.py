@@ -115,13 +115,15 @@ class KimiDeltaAttention(nn.Module):
         """Queries match equal tokens, whose successors come back: keys look 1 to J-1 tokens back, head by head.
 
         q and k start from one projection, so equal inputs match; it is small, where SiLU is nearly linear and unequal
-        keys are nearly orthogonal. Of the convolution's taps one is 1: q and v take the current token.
+        keys are nearly orthogonal. Of the convolution's taps one is 1: q and v take the current token. What is read is
+        written back through v's transpose, so that it comes out as the token that went in.
         """
         H, J = self.cfg.kda_num_heads, self.cfg.short_conv_kernel_size
         self.q_proj.weight.mul_(0.1)
         self.k_proj.weight.copy_(self.q_proj.weight)
         for conv in (self.q_conv1d, self.v_conv1d):
             conv.weight[..., -1] += 1
+        self.o_proj.weight.copy_(self.v_proj.weight.T * (2 * self.cfg.num_hidden_layers) ** -0.5)
         for head, taps in enumerate(self.k_conv1d.weight.unflatten(0, (H, -1))):
             taps[..., -1 - (1 + max(0, head - 1) % (J - 1))] += 1
 

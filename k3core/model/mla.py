@@ -72,7 +72,7 @@ class MultiHeadLatentAttention(nn.Module):
         cache_NSC = state.cache_NSC[self.layer]
         active = is_active_N.nonzero().squeeze(-1)
         cache_NSC[active, pos_N[active]] = self._latent(x_ND)[active]
-        # Rounded up, so that a row's reductions have the same shape whoever its neighbours are.
+        # Rounded up, so that a sum's whole vectors do not move with the longest neighbour.
         longest = min(-(-(int((pos_N * is_active_N).max()) + 1) // 32) * 32, state.max_length)
         q_NHX = self._queries(x_ND).unflatten(-1, (H, self.qk_head_dim))
         kv_b = self.kv_b_proj.effective_weight().unflatten(0, (H, -1))

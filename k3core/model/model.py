@@ -19,6 +19,8 @@ from k3core.model.state import SlotState
 from k3kernels.attn_res import attn_res_mix
 from k3kernels.packing import Packing
 
+EMBEDDING_STD = 0.3  # of a model from scratch
+
 Attention = KimiDeltaAttention | MultiHeadLatentAttention
 Attend = Callable[[Attention, Tensor], Tensor]
 
@@ -149,14 +151,15 @@ class K3Model(nn.Module):
         """From scratch: embedding std 0.3, linears 1/sqrt(in), residual writers further by 1/sqrt(2L), reads uniform.
 
         The decay starts log-uniform in 1e-3..0.3 per channel (dt_bias solves the gate for it at f = 0): a zero dt_bias
-        in the lower-bounded form would forget e^-2.5 a token. Attention starts out as copying (`init_as_copying`),
-        which a pretrained model brings along and a tiny one would need most of its training to find.
+        in the lower-bounded form would forget e^-2.5 a token. Attention starts out as copying (`init_as_copying`) and the
+        head as the embedding's transpose: a pretrained model brings copying along, a tiny one would need most of its
+        training to find it.
         """
         cfg = self.cfg
         writers = ("o_proj.weight", "down_proj.weight", "routed_expert_up_proj.weight")
         for name, p in self.named_parameters():
             if name == "embed_tokens.weight":
-                p.normal_(0.0, 0.3, generator=generator)
+                p.normal_(0.0, EMBEDDING_STD, generator=generator)
             elif name.endswith("conv1d.weight"):
                 p.uniform_(-0.1, 0.1, generator=generator)
             elif name.endswith("dt_bias"):
@@ -172,6 +175,7 @@ class K3Model(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             layer.self_attn.init_as_copying()
+        self.lm_head.weight.copy_(self.embed_tokens.weight * cfg.hidden_size**-0.5 / EMBEDDING_STD)
 
 
 def _inverse_gate(decay: Tensor, lower_bound: float | None) -> Tensor:

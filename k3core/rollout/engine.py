@@ -21,7 +21,7 @@ from k3core.rollout.scheduler import Waiting, schedule
 from k3core.types import SamplingParams
 from k3kernels.packing import Packing
 
-ROWS = 16  # decode batches are whole multiples of this, so that a row's GEMM does not change with its neighbours
+ROWS = 16  # every GEMM has whole multiples of this many rows, so that a row's rounding does not depend on its neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,18 @@ class Engine(Protocol):
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Serve these weights from now on. Raises RuntimeError while sequences are open."""
 
-    async def generate(self, request: GenerateRequest) -> Generation: ...
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """One turn. When the caller is cancelled, the turn leaves the batch and the sequence is forgotten."""
 
     def release(self, sequence: str) -> None:
-        """Forget a sequence; its slot is free."""
+        """Forget a sequence, whatever it is doing; its slot is free. One that is not known is no error."""
 
 
 @dataclass(slots=True)
 class _Sequence:
     slot: int
     generator: np.random.Generator
-    position: int = 0  # tokens fed so far; equals the slot's length
+    fed: list[int] = field(default_factory=list)  # what its slot has seen
 
 
 @dataclass(slots=True)
@@ -90,6 +91,9 @@ class K3Engine:
     One loop per engine: it takes waiting turns (prefilling what is new of their histories into the state they go
     on from), decodes one token for all running sequences, gives finished turns back, and yields to the event loop
     so that their episodes can run tools and come again. A sequence keeps its slot between turns until released.
+
+    What a sequence gets depends on its tokens and its seed alone: every sum runs over its own history, and GEMMs,
+    the one place where rows meet, have ROWS rows or whole multiples.
     """
 
     def __init__(
@@ -101,12 +105,12 @@ class K3Engine:
         max_prefill_tokens: int = 4096,
         lora: LoraConfig | None = None,
     ) -> None:
-        num_slots = -(-num_slots // ROWS) * ROWS
+        self.num_slots = -(-num_slots // ROWS) * ROWS
         self.model = K3Model(cfg)
         if lora is not None:
             attach_lora(self.model, lora, torch.Generator())
         self.model.requires_grad_(False)
-        self.state = SlotState(cfg, num_slots, max_length)
+        self.state = SlotState(cfg, self.num_slots + 1, max_length)  # the last slot takes what rounds a prefill up
         self.stop_token = stop_token
         self.max_length = max_length
         self.max_prefill_tokens = max_prefill_tokens
@@ -132,75 +136,112 @@ class K3Engine:
         return named_tensors(self.model)
 
     async def generate(self, request: GenerateRequest) -> Generation:
+        name = request.sequence
         assert self._step >= 0, "load weights first"
-        assert request.sequence not in self._waiting and request.sequence not in self._running
+        assert name not in {*self._waiting, *self._running}, f"{name}: its turn is not over"
+        assert request.sampling.max_tokens > 0, name
         if len(request.tokens) >= self.max_length:
             raise ValueError(f"history of {len(request.tokens)} tokens leaves no room below max_length {self.max_length}")
+        fed = self._sequences[name].fed if name in self._sequences else []
+        goes_on = len(request.tokens) > len(fed) and list(request.tokens[: len(fed)]) == fed
+        assert goes_on, f"{name}: its history does not begin with the {len(fed)} tokens that were fed"
         turn = _Turn(request, asyncio.get_running_loop().create_future())
-        self._waiting[request.sequence] = turn
-        if self._loop_task is None or self._loop_task.done():
-            self._loop_task = asyncio.create_task(self._loop())
-        return await turn.done
-
-    def release(self, sequence: str) -> None:
-        assert sequence not in self._running, sequence
-        self._waiting.pop(sequence, None)
-        self._sequences.pop(sequence, None)
-
-    async def _loop(self) -> None:
-        """Runs while there is work. A fault in it reaches every turn that waits for it."""
+        self._waiting[name] = turn
+        self._wake()
         try:
-            while self._waiting or self._running:
-                self._prefill()
-                self._decode()
-                await asyncio.sleep(0)  # finished turns wake their episodes, which may ask again before the next pass
-        except BaseException as fault:
-            for turn in (*self._waiting.values(), *self._running.values()):
-                if not turn.done.done():
-                    turn.done.set_exception(fault)
-            self._waiting.clear()
-            self._running.clear()
+            return await turn.done
+        except asyncio.CancelledError:
+            if any(turns.get(name) is turn for turns in (self._waiting, self._running)):
+                self.release(name)  # its slot is ahead of a history that will never hear of this turn
             raise
 
+    def release(self, sequence: str) -> None:
+        for turns in (self._waiting, self._running):
+            if sequence in turns:
+                turns.pop(sequence).done.cancel()
+        self._sequences.pop(sequence, None)
+        if self._waiting:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._loop_task is None or self._loop_task.done():
+            self._loop_task = asyncio.create_task(self._loop())
+
+    async def _loop(self) -> None:
+        """Runs while a turn can go on; when all that wait need a slot, `release` wakes it. A fault reaches every turn."""
+        try:
+            while True:
+                took, decoded = self._prefill(), self._decode()
+                if not (took or decoded):
+                    return
+                await asyncio.sleep(0)  # finished turns wake their episodes, which may ask again before the next pass
+        except Exception as fault:
+            self._fail(fault)
+        except BaseException:
+            self._fail(RuntimeError("the engine's loop was stopped"))
+            raise
+
+    def _fail(self, fault: Exception) -> None:
+        """Give the fault to every turn and forget their sequences, whose states may stand between two positions."""
+        turns = [*self._waiting.values(), *self._running.values()]
+        self._waiting.clear()
+        self._running.clear()
+        for turn in turns:
+            self._sequences.pop(turn.request.sequence, None)
+            if not turn.done.done():
+                turn.done.set_exception(fault)
+
     @torch.no_grad()
-    def _prefill(self) -> None:
-        used = {sequence.slot for sequence in self._sequences.values()}
-        free = [slot for slot in range(self.state.num_slots) if slot not in used]
-        waiting = []
-        for name, turn in self._waiting.items():
-            known = self._sequences.get(name)
-            new_tokens = len(turn.request.tokens) - (known.position if known else 0)
-            assert new_tokens > 0, f"{name}: nothing new in its history"
-            waiting.append(Waiting(name, new_tokens, known.slot if known else None))
-        plan = schedule(waiting, free, self.max_prefill_tokens)
+    def _prefill(self) -> bool:
+        """Feed what is new of the waiting histories that fit; True if there were any."""
+        plan = schedule(self._all_waiting(), self._free_slots(), self.max_prefill_tokens)
         if not plan.prefill:
-            return
+            return False
         turns, pieces, slots = [], [], []
         for name, slot in plan.prefill:
-            turn = self._waiting.pop(name)
+            turn = self._waiting[name]
             if name not in self._sequences:
                 self.state.reset(slot)
                 self._sequences[name] = _Sequence(slot, sequence_generator(turn.request.seed))
-            sequence = self._sequences[name]
-            turn.first_routed = sequence.position
-            pieces.append(list(turn.request.tokens[sequence.position :]))
+            turn.first_routed = len(self._sequences[name].fed)
+            pieces.append(list(turn.request.tokens[turn.first_routed :]))
             turns.append(turn)
             slots.append(slot)
+        num_missing = -sum(len(piece) for piece in pieces) % ROWS
+        if num_missing:
+            self.state.reset(self.num_slots)
+            pieces.append([0] * num_missing)
+            slots.append(self.num_slots)
         packing = Packing(tuple(len(piece) for piece in pieces))
         tokens_T = torch.tensor([token for piece in pieces for token in piece])
         forward = self.model(tokens_T, packing, None, self.state, torch.tensor(slots))
         routes = _as_routes(forward, self.route_dtype)
-        for turn, start, length in zip(turns, packing.starts_N.tolist(), packing.lengths, strict=True):
-            self._sequences[turn.request.sequence].position += length
-            turn.routes.append(routes[start : start + length])
-            self._running[turn.request.sequence] = turn
-        self._sample(turns, self.model.logits(forward.hidden_TD[packing.last_N]))
+        for turn, start, piece in zip(turns, packing.starts_N.tolist(), pieces, strict=False):
+            name = turn.request.sequence
+            self._sequences[name].fed += piece
+            turn.routes.append(routes[start : start + len(piece)])
+            self._running[name] = self._waiting.pop(name)
+        self._sample(turns, forward.hidden_TD, packing.last_N[: len(turns)].tolist())
+        return True
+
+    def _all_waiting(self) -> list[Waiting]:
+        waiting = []
+        for name, turn in self._waiting.items():
+            known = self._sequences.get(name)
+            num_tokens = len(turn.request.tokens) - (len(known.fed) if known else 0)
+            waiting.append(Waiting(name, num_tokens, known.slot if known else None))
+        return waiting
+
+    def _free_slots(self) -> list[int]:
+        used = {sequence.slot for sequence in self._sequences.values()}
+        return [slot for slot in range(self.num_slots) if slot not in used]
 
     @torch.no_grad()
-    def _decode(self) -> None:
+    def _decode(self) -> bool:
+        """One token for every running turn; True if there were any."""
         turns = list(self._running.values())
         if not turns:
-            return
+            return False
         slots = [self._sequences[turn.request.sequence].slot for turn in turns]
         num_rows = -(-(max(slots) + 1) // ROWS) * ROWS
         tokens_N = torch.zeros(num_rows, dtype=torch.long)
@@ -210,11 +251,17 @@ class K3Engine:
         forward = self.model.decode(tokens_N, self.state, is_active_N)
         routes = _as_routes(forward, self.route_dtype)
         for turn, slot in zip(turns, slots, strict=True):
-            self._sequences[turn.request.sequence].position += 1
+            self._sequences[turn.request.sequence].fed.append(turn.tokens[-1])
             turn.routes.append(routes[slot : slot + 1])
-        self._sample(turns, self.model.logits(forward.hidden_TD[slots]))
+        self._sample(turns, forward.hidden_TD, slots)
+        return True
 
-    def _sample(self, turns: Sequence[_Turn], logits_NV: Tensor) -> None:
+    def _sample(self, turns: Sequence[_Turn], hidden_TD: Tensor, rows: Sequence[int]) -> None:
+        """Draw the next token of each turn from its row."""
+        rounded_up = [*rows, *[rows[0]] * (-len(rows) % ROWS)]
+        logits_NV = self.model.logits(hidden_TD[rounded_up])[: len(rows)]
+        if not torch.isfinite(logits_NV).all():
+            raise FloatingPointError(f"the logits of step {self._step} are not finite")
         logprobs_NV = sampling_logprobs(logits_NV, [turn.request.sampling for turn in turns])
         uniform_N = [self._sequences[turn.request.sequence].generator.random() for turn in turns]
         tokens_N = draw(logprobs_NV, uniform_N)
@@ -244,7 +291,7 @@ class K3Engine:
             routed_experts_TLk=np.concatenate(turn.routes),
             stop=stop,
         )
-        if not turn.done.cancelled():
+        if not turn.done.done():
             turn.done.set_result(generation)
 
 

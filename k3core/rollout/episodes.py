@@ -46,8 +46,8 @@ async def rollout(
 ) -> list[Trajectory]:
     """Run all episodes, at most `max_running` at a time; a finished one leaves and a waiting one enters.
 
-    Returns the trajectories in the order of specs. A fault of the engine ends the rollout (the caller retries it);
-    a fault of one episode's environment ends that episode only, as `infrastructure_error`.
+    Returns the trajectories in the order of specs. A fault of the engine ends the rollout (the caller retries it) and
+    is raised as it is; a fault of one episode's environment ends that episode only, as `infrastructure_error`.
     """
     places = asyncio.Semaphore(max_running)
 
@@ -57,8 +57,11 @@ async def rollout(
         on_done(trajectory)
         return trajectory
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(run(spec)) for spec in specs]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run(spec)) for spec in specs]
+    except BaseExceptionGroup as faults:
+        raise faults.exceptions[0] from None  # the engine gives every episode the same fault
     return [task.result() for task in tasks]
 
 
@@ -70,9 +73,18 @@ async def run_episode(
     sampling: SamplingParams,
     limits: Limits,
 ) -> Trajectory:
-    """One trajectory. It depends on its seed and not on its neighbours; the clock can only end it (`timeout`)."""
-    recorder = _Recorder(tokenizer)
-    recorder.history.append_context(render_messages(spec.prompt.messages, tokenizer, thinking=THINKING))
+    """One trajectory. It depends on its seed and not on its neighbours; the clock can only end it (`timeout`).
+
+    Raises ValueError for a prompt that leaves no room to answer below limits.max_tokens.
+    """
+    recorder = _Recorder()
+    stub = generation_stub(tokenizer, THINKING)
+    recorder.history.append_context([*render_messages(spec.prompt.messages, tokenizer, thinking=THINKING), *stub])
+    if len(recorder.history) >= limits.max_tokens:
+        raise ValueError(
+            f"prompt {spec.prompt.id}: its {len(recorder.history)} tokens leave no room below max_tokens"
+            f" {limits.max_tokens}: raise environment.max_tokens or shorten the prompt"
+        )
     sequence = f"{spec.prompt.id}#{spec.sample}"
     deadline = time.monotonic() + limits.episode_timeout_s
     stop: StopReason | None = None
@@ -82,17 +94,15 @@ async def run_episode(
     try:
         with environment.start(spec.prompt) as episode:
             while stop is None:
-                recorder.history.append_context(generation_stub(tokenizer, THINKING))
                 room = limits.max_tokens - len(recorder.history)
-                if room <= 0:
-                    stop = "max_tokens"
-                    break
-                turn_sampling = replace(sampling, max_tokens=min(limits.max_turn_tokens, room))
+                turn_limit = min(sampling.max_tokens, limits.max_turn_tokens)
+                turn_sampling = replace(sampling, max_tokens=min(turn_limit, room))
                 request = GenerateRequest(sequence, recorder.history.tokens, turn_sampling, spec.seed)
                 generation = await engine.generate(request)
                 recorder.append(generation)
                 if generation.stop != "end_of_turn":
-                    stop = "max_tokens" if room <= limits.max_turn_tokens else "max_turn_tokens"
+                    is_turn_limit = generation.stop == "max_tokens" and turn_limit < room
+                    stop = "max_turn_tokens" if is_turn_limit else "max_tokens"
                     break
                 try:
                     turn = parse_turn(generation.tokens_T.tolist(), tokenizer, THINKING)
@@ -100,9 +110,14 @@ async def run_episode(
                     stop = "parse_error"
                     break
                 results, stop = episode.step(turn)
-                if stop is None:  # what nobody will read is not appended
-                    recorder.history.append_context(render_tool_results(results, tokenizer))
-                    stop = "timeout" if time.monotonic() > deadline else None
+                if stop is None:
+                    context = [*render_tool_results(results, tokenizer), *stub]
+                    if time.monotonic() > deadline:
+                        stop = "timeout"
+                    elif len(recorder.history) + len(context) >= limits.max_tokens:
+                        stop = "max_tokens"
+                    else:  # what nobody will read is not appended
+                        recorder.history.append_context(context)
             deliverables = episode.deliverables()
             num_tool_calls = episode.num_tool_calls
     except InfrastructureError as fault:
@@ -116,7 +131,7 @@ async def run_episode(
 class _Recorder:
     """Token by token, what an episode was made of and where each piece came from."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self) -> None:
         self.history = History()
         self.generations: list[tuple[int, Generation]] = []
 

@@ -12,9 +12,9 @@ from k3core.types import SamplingParams
 
 
 def sampling_logprobs(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Log of the distribution that tokens are drawn from: temperature, then top-k, then top-p, renormalised.
+    """Log of the distribution that tokens are drawn from: temperature, then top-k, then top-p, renormalised after each.
 
-    This is what `rollout_logprobs` reports. With top_p = 1 and top_k = 0 it is log_softmax(logits / temperature),
+    top-p keeps the fewest likeliest tokens that hold that much. This is what `rollout_logprobs` reports. With top_p = 1 and top_k = 0 it is log_softmax(logits / temperature),
     which the trainer computes too.
     """
     temperature_N1 = torch.tensor([[p.temperature] for p in params], dtype=logits_NV.dtype)
@@ -27,21 +27,22 @@ def sampling_logprobs(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Te
 
 def _truncate(logprobs_V: Tensor, p: SamplingParams) -> Tensor:
     sorted_V, order_V = logprobs_V.sort(descending=True, stable=True)
-    keep_V = torch.ones_like(sorted_V, dtype=torch.bool)
     if p.top_k > 0:
-        keep_V[p.top_k :] = False
-    mass_before_V = sorted_V.exp().cumsum(0) - sorted_V.exp()
-    keep_V &= mass_before_V < p.top_p  # the first token always stays
+        sorted_V = torch.log_softmax(sorted_V[: p.top_k], -1)
+    mass_V = sorted_V.exp().cumsum(0)
+    num_kept = 1 + int((mass_V[:-1] < p.top_p).sum())  # the first token always stays
     kept_V = torch.full_like(logprobs_V, float("-inf"))
-    kept_V[order_V[keep_V]] = sorted_V[keep_V]
-    return torch.log_softmax(kept_V, -1)
+    kept_V[order_V[:num_kept]] = torch.log_softmax(sorted_V[:num_kept], -1)
+    return kept_V
 
 
 def draw(logprobs_NV: Tensor, uniform_N: Sequence[float]) -> Tensor:
     """Inverse transform: the first token whose cumulative probability exceeds u, one u in [0, 1) per row."""
     cumulative_NV = logprobs_NV.double().exp().cumsum(-1)
-    u_N1 = torch.tensor(uniform_N, dtype=torch.float64).unsqueeze(-1) * cumulative_NV[:, -1:]
-    return (cumulative_NV <= u_N1).sum(-1).clamp(max=logprobs_NV.shape[-1] - 1)
+    total_N1 = cumulative_NV[:, -1:]
+    u_N1 = torch.tensor(uniform_N, dtype=torch.float64).unsqueeze(-1) * total_N1
+    below_total_N1 = torch.nextafter(total_N1, torch.zeros_like(total_N1))  # where rounding takes u to the total itself
+    return (cumulative_NV <= torch.minimum(u_N1, below_total_N1)).sum(-1)
 
 
 def sequence_generator(seed: int) -> np.random.Generator:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+KEY_BLOCK = 128  # keys that one GEMM of the absorbed form sums over; a BLAS splits longer sums by their length
+
 
 def mla_attention(q_NHQX: Tensor, k_NHSX: Tensor, v_NHSV: Tensor, query_pos_NQ: Tensor, scale: float) -> Tensor:
     """softmax(q k^T scale) v with key s visible to a query at position p iff s <= p; fp32 softmax.
@@ -30,6 +32,7 @@ def mla_absorbed(
     """One query per row straight on the latent cache rows (latent R | shared key P): kv_b is folded into q and the output.
 
     Equal to mla_attention over kv_b's expansion up to rounding. pos_N is the position of the query, its row included.
+    Rows behind it weigh 0 (they must be finite) and are summed block by block, so their number changes no bit.
     """
     R = kv_b_HXR.shape[-1]
     q_NHC = torch.cat([torch.einsum("nhx,hxr->nhr", q_nope_NHX, kv_b_HXR), q_pe_NHP], -1)
@@ -37,5 +40,9 @@ def mla_absorbed(
     wide = torch.promote_types(scores_NHS.dtype, torch.float32)
     hidden_NS = torch.arange(cache_NSC.shape[1], device=cache_NSC.device) > pos_N.unsqueeze(-1)
     prob_NHS = torch.softmax(scores_NHS.to(wide).masked_fill(hidden_NS.unsqueeze(1), float("-inf")), -1)
-    latent_NHR = prob_NHS.to(cache_NSC.dtype) @ cache_NSC[..., :R]
+    prob_NHS = prob_NHS.to(cache_NSC.dtype)
+    latent_NHR = prob_NHS[..., :KEY_BLOCK] @ cache_NSC[:, :KEY_BLOCK, :R]
+    for block in range(KEY_BLOCK, cache_NSC.shape[1], KEY_BLOCK):
+        keys = slice(block, block + KEY_BLOCK)
+        latent_NHR = latent_NHR + prob_NHS[..., keys] @ cache_NSC[:, keys, :R]
     return torch.einsum("nhr,hvr->nhv", latent_NHR, kv_b_HVR)
