@@ -47,7 +47,7 @@ Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file, or t
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to change: gspo.clip_low=0.02")
 ]
-Step = Annotated[int | None, typer.Option(min=0, help="Which version; the newest when left out.")]
+Version = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="A version; the run's newest without a step.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 Root = Annotated[str, typer.Option(help="Where runs are stored: a folder, file:// or s3://.")]
 Steps = Annotated[str | None, typer.Option(metavar="STEP|FIRST-LAST", help="Which versions; all when left out.")]
@@ -104,46 +104,45 @@ def train(
     if dry_run or obstacles:
         return 0 if dry_run else 2
 
-    _embed_prefect(cfg)
+    _embed_prefect(cfg.root, cfg.run)
     from flows.rl import run_training
 
     return run_training(cfg)
 
 
 @app.command("eval")
-def evaluate(config: Config, overrides: Overrides = None, step: Step = None) -> int:
+def evaluate(version: Version, root: Root = "runs") -> int:
     """Evaluate a published version on the held-out prompts."""
-    cfg = _load(config, overrides)
-    _embed_prefect(cfg)
+    run, step = _version(version, "VERSION")
+    _embed_prefect(root, run)
     from flows.evaluate import run_evaluation
 
-    return run_evaluation(cfg, step)
+    return run_evaluation(root, run, step)
 
 
 @app.command()
-def rollout(config: Config, overrides: Overrides = None, step: Step = None) -> int:
+def rollout(version: Version, root: Root = "runs") -> int:
     """Let a published version work on prompts, and show the transcripts with their grades."""
-    cfg = _load(config, overrides)
-    _embed_prefect(cfg)
+    run, step = _version(version, "VERSION")
+    _embed_prefect(root, run)
     from flows.evaluate import run_rollout
 
-    return run_rollout(cfg, step)
+    return run_rollout(root, run, step)
 
 
 @app.command()
 def compare(
-    config: Config,
-    a: Annotated[str, typer.Argument(metavar="A", help="A version: STEP of the config's run, or RUN@STEP.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A version, RUN@STEP.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another: how much better is B than A?")],
-    overrides: Overrides = None,
+    root: Root = "runs",
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="Of the interval.")] = 0.95,
 ) -> int:
-    """Compare two evaluated versions, prompt by prompt."""
-    cfg = _load(config, overrides)
-    versions = _version(cfg, a, "A"), _version(cfg, b, "B")
-    _embed_prefect(cfg)
+    """Compare two versions on the same evaluation prompts; the paired difference, its interval, a picture."""
+    versions = _version(a, "A"), _version(b, "B")
+    _embed_prefect(root, versions[1][0])
     from flows.compare import run_compare
 
-    return run_compare(cfg, *versions)
+    return run_compare(root, *versions, confidence)
 
 
 @app.command()
@@ -225,17 +224,17 @@ def _load(config: str, overrides: list[str] | None) -> RunConfig:
     return cfg
 
 
-def _embed_prefect(cfg: RunConfig) -> None:
+def _embed_prefect(root: str, run: str) -> None:
     """Prefect's database and results lie beside the runs, unless the user's environment says where they are.
 
     Must come before Prefect is imported, which reads its settings once.
     """
     from infra.store import Store
 
-    home = Store(cfg.root).local_path(".prefect") or Path.home() / ".k3rl" / "prefect"
+    home = Store(root).local_path(".prefect") or Path.home() / ".k3rl" / "prefect"
     os.environ.setdefault("PREFECT_HOME", str(home))
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # its server opens a database there
-    os.environ.setdefault("PREFECT_LOCAL_STORAGE_PATH", str(home / "results" / cfg.run))
+    os.environ.setdefault("PREFECT_LOCAL_STORAGE_PATH", str(home / "results" / run))
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
 
 
@@ -245,12 +244,12 @@ def _print_finding(finding: Finding) -> None:
     print(f"{state:9} {finding.name:12} {finding.detail}{remedy}")
 
 
-def _version(cfg: RunConfig, text: str, argument: str) -> tuple[str, int]:
-    """STEP or RUN@STEP as (run, step)."""
-    run, _, step = text.rpartition("@")
-    if not step.isdecimal():
-        raise typer.BadParameter(f"expected STEP or RUN@STEP, got {text!r}.", param_hint=argument)
-    return run or cfg.run, int(step)
+def _version(text: str, argument: str) -> tuple[str, int | None]:
+    """RUN@STEP, or RUN for its newest version."""
+    run, at, step = text.partition("@")
+    if not run or (at and not step.isdecimal()):
+        raise typer.BadParameter(f"expected RUN@STEP or RUN, got {text!r}.", param_hint=argument)
+    return run, int(step) if at else None
 
 
 def _range(text: str | None) -> range | None:

@@ -8,7 +8,6 @@ from prefect import flow
 from rich.console import Console
 from rich.table import Table
 
-from infra.config import RunConfig
 from infra.console import bars, say
 from infra.policies import read_version
 from infra.records import decode
@@ -36,12 +35,12 @@ def rollout_version(inputs: Inputs, root: str, policy: PolicyVersion) -> Ref:
     return score(inputs, root, rollout(inputs, root, policy, 0), 0)
 
 
-def run_evaluation(cfg: RunConfig, step: int | None) -> int:
+def run_evaluation(root: str, run: str, step: int | None) -> int:
     """Prints means with standard errors and the pass rate of each criterion."""
-    inputs, policy = find_version(cfg, step)
+    inputs, policy = find_version(root, run, step)
     with bars():
-        record = evaluate_version(inputs, cfg.root, policy)
-    report = read_report(Store(cfg.root), record)
+        record = evaluate_version(inputs, root, policy)
+    report = read_report(Store(root), record)
     table = Table(title=f"{policy.run}@{policy.step} on {len(report.rewards)} prompts")
     table.add_column("")
     table.add_column("mean", justify="right")
@@ -56,12 +55,12 @@ def run_evaluation(cfg: RunConfig, step: int | None) -> int:
     return 0
 
 
-def run_rollout(cfg: RunConfig, step: int | None) -> int:
+def run_rollout(root: str, run: str, step: int | None) -> int:
     """Prints some transcripts with their grades, and where the rest is."""
-    inputs, policy = find_version(cfg, step)
+    inputs, policy = find_version(root, run, step)
     with bars():
-        record = rollout_version(inputs, cfg.root, policy)
-    context = Context.open(inputs, cfg.root)
+        record = rollout_version(inputs, root, policy)
+    context = Context.open(inputs, root)
     groups_ref = read_record(context.store, record).outputs["groups"]
     groups = decode(context.store.get(groups_ref), tuple[ScoredGroup, ...], groups_ref.uri)
     tokenizer = context.tokenizer()
@@ -74,20 +73,18 @@ def run_rollout(cfg: RunConfig, step: int | None) -> int:
     return 0
 
 
-def find_version(cfg: RunConfig, step: int | None) -> tuple[Inputs, PolicyVersion]:
+def find_version(root: str, run: str, step: int | None) -> tuple[Inputs, PolicyVersion]:
     """The run's pinned inputs and the version, the newest for None. ValueError says what there is."""
-    store = Store(cfg.root)
-    inputs = find_inputs(store, cfg.run)
+    store = Store(root)
+    inputs = find_inputs(store, run)
     if inputs is None:
-        raise ValueError(
-            f"{cfg.root}: no run {cfg.run!r} here; start it with `k3 train`, or name another with run=NAME"
-        )
-    newest = newest_step(store, cfg.run)
+        raise ValueError(f"{root}: no run {run!r} here; start one with `k3 train`, or say where it lies with --root")
+    newest = newest_step(store, run)
     wanted = newest if step is None else step
-    policy = None if wanted is None else read_version(store, cfg.run, wanted)
+    policy = None if wanted is None else read_version(store, run, wanted)
     if policy is None:
         have = "no version yet" if newest is None else f"versions 0 to {newest}"
-        raise ValueError(f"run {cfg.run!r} has no version {wanted}: it has {have}")
+        raise ValueError(f"run {run!r} has no version {wanted}: it has {have}")
     return inputs, policy
 
 

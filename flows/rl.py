@@ -10,6 +10,7 @@ from prefect import flow
 from flows.stages import Stages
 from infra.config import RunConfig
 from infra.console import bars, say
+from infra.launch import children_end_with_this
 from infra.stages.report import RunHistory
 from infra.stages.summary import closing_lines, ui_commands
 from infra.stages.track import tracking_uri
@@ -30,11 +31,12 @@ def rl_training(cfg: RunConfig) -> str:
     trained = stages.warm_start()
     history = RunHistory(trained)
     policy = release(stages, history, trained, None, ())
-    arms = {name: stages.control(policy, name) for name in cfg.control.arms}
     optimizer: Ref | None = None
-    for _ in range(cfg.steps):
-        policy, optimizer = rl_iteration(stages, history, policy, optimizer)
-    history.controls = {name: arm.result() for name, arm in arms.items()}
+    with children_end_with_this():
+        arms = {name: stages.control(policy, name) for name in cfg.control.arms}
+        for _ in range(cfg.steps):
+            policy, optimizer = rl_iteration(stages, history, policy, optimizer)
+        history.controls = {name: arm.result() for name, arm in arms.items()}
     return report(inputs, cfg.root, tracking_uri(cfg), cfg.tracking, history, ui_commands(cfg))
 
 

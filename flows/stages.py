@@ -26,6 +26,8 @@ from tasks.warm_start import warm_start
 
 MAX_ATTEMPTS = 3
 MAX_UNCHANGED = 2
+MAX_TRUNCATED = 3
+MAX_TRUNCATED_SHARE = 0.5
 
 
 class NothingToLearn(Exception):
@@ -34,6 +36,10 @@ class NothingToLearn(Exception):
 
 class TooManyVetoes(Exception):
     """Several updates in a row were refused: a loss or gradient was not finite."""
+
+
+class MostlyTruncated(Exception):
+    """Several batches in a row hit a limit of the environment: their rewards say little about the policy."""
 
 
 class PolicyStandsStill(Exception):
@@ -46,6 +52,7 @@ class Stages:
     inputs: Inputs
     num_vetoed: int = 0  # updates in a row
     num_unchanged: int = 0  # versions in a row
+    num_truncated: int = 0  # batches in a row
 
     def warm_start(self) -> Ref:
         return configured(warm_start, self.cfg.tasks)(self.inputs, self.cfg.root)
@@ -56,6 +63,7 @@ class Stages:
         for attempt in range(MAX_ATTEMPTS):
             rollouts: Ref = configured(rollout, tasks)(self.inputs, root, policy, attempt)
             scores: Ref = configured(score, tasks)(self.inputs, root, rollouts, attempt)
+            self._check_truncation(self._record(rollouts))
             counts = self._record(scores).metrics
             if counts["groups/kept"] > 0:
                 return rollouts, scores
@@ -82,7 +90,7 @@ class Stages:
     def publish(self, trained: Ref, parent: PolicyVersion | None) -> Ref:
         published: Ref = configured(publish, self.cfg.tasks)(self.inputs, self.cfg.root, trained, parent)
         version = self.policy(published)
-        unchanged = parent is not None and parent.weights_sha256 == version.weights_sha256
+        unchanged = parent is not None and parent.weights_sha256 == version.weights_sha256 and not self.num_vetoed
         self.num_unchanged = self.num_unchanged + 1 if unchanged else 0
         if self.num_unchanged >= MAX_UNCHANGED:
             raise PolicyStandsStill(
@@ -101,7 +109,7 @@ class Stages:
     def control(self, policy: PolicyVersion, label: str) -> PrefectFuture[Ref]:
         """Starts beside the loop; the arm's process uses another core."""
         cfg = self.cfg
-        task = configured(control, cfg.tasks).with_options(timeout_seconds=None)
+        task = control.with_options(retries=cfg.tasks.retries, retry_delay_seconds=cfg.tasks.retry_delay_s)
         return task.submit(self.inputs, cfg.root, policy, label, cfg.control.sequences, cfg.tasks.timeout_s)
 
     def track(self, records: tuple[Ref, ...], evaluation: Ref | None) -> Tracked:
@@ -119,6 +127,16 @@ class Stages:
 
     def output(self, record: Ref, name: str) -> Ref:
         return self._record(record).outputs[name]
+
+    def _check_truncation(self, rollouts: StageRecord) -> None:
+        share = rollouts.metrics["rollout/truncated_fraction"]
+        self.num_truncated = self.num_truncated + 1 if share > MAX_TRUNCATED_SHARE else 0
+        if self.num_truncated >= MAX_TRUNCATED:
+            stops = ", ".join(f"{k} {v:.0%}" for k, v in sorted(rollouts.metrics.items()) if k.startswith("stop/"))
+            raise MostlyTruncated(
+                f"{share:.0%} of the episodes were cut short, {MAX_TRUNCATED} batches in a row ({stops}): raise"
+                " environment.max_turn_tokens, environment.max_tokens or environment.max_turns"
+            )
 
     def _record(self, ref: Ref) -> StageRecord:
         return read_record(Store(self.cfg.root), ref)

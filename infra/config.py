@@ -89,7 +89,7 @@ class WarmStartConfig:
     rows: Count = 8
     learning_rate: Positive = 4e-3
     mixture_learning_rate: Positive = 1e-3
-    expert_share: Fraction = 0.25
+    expert_share: Fraction = 0.14
     checkpoint_every: Count = 100
 
 

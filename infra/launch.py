@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -17,6 +18,20 @@ class ChildFailed(Exception):
 
 
 _PR_SET_PDEATHSIG = 1
+_running: set[subprocess.Popen[str]] = set()
+_is_stopping = threading.Event()
+
+
+@contextmanager
+def children_end_with_this() -> Iterator[None]:
+    """Whatever ends the body early, an exception or a termination signal, ends the child processes and starts no more."""
+    try:
+        yield
+    except BaseException:
+        _is_stopping.set()
+        for child in list(_running):
+            child.kill()
+        raise
 
 
 def run_job(
@@ -27,6 +42,8 @@ def run_job(
     Takes lines `progress DONE OF` from its stdout. The kernel kills the child when this process dies, however it dies;
     the time-out, or an exception here (a cancel), kills it too. Raises ChildFailed.
     """
+    if _is_stopping.is_set():
+        raise ChildFailed(f"{module} was not started: the run is ending")
     child = subprocess.Popen(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
@@ -43,6 +60,7 @@ def run_job(
         too_long.set()
         child.kill()
 
+    _running.add(child)
     timer = threading.Timer(timeout_s, give_up)
     timer.start()
     try:
@@ -61,6 +79,7 @@ def run_job(
             raise ChildFailed(f"{module} ended with code {child.returncode}: {last}")
     finally:
         timer.cancel()
+        _running.discard(child)
         if child.poll() is None:
             child.kill()
             child.wait()

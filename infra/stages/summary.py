@@ -19,6 +19,7 @@ def iteration_line(tracked: Tracked, steps: int) -> str:
         parts.append(f"reward {m['rollout/reward']:.3f}  all-pass {m['rollout/all_pass']:.2f}")
         groups = sum(value for name, value in m.items() if name.startswith("groups/") and "trajectories" not in name)
         parts.append(f"groups {m['groups/kept']:.0f}/{groups:.0f}")
+    if "gspo/clip_fraction" in m:
         parts.append(f"clip {m['gspo/clip_fraction']:.1%}  drift {m['drift/abs_max']:.0e}")
     parts.append(f"{'delta' if 'publish/changed_fraction' in m else 'full'} {size(m['publish/bytes_payload'])}")
     if "eval/reward" in m:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Sequence
 from dataclasses import asdict
+
+import torch
 
 from infra.ledger import Ledger
 from infra.records import decode
@@ -10,8 +14,10 @@ from infra.stages.context import Context, Inputs
 from infra.stages.record import read_record, stage_key
 from k3core.checkpoint.tensors import from_torch, to_safetensors, weights_sha256
 from k3core.rl.advantages import Advantages, group_advantages
-from k3core.rl.batch import batch_sha256
-from k3core.rl.update import update_policy
+from k3core.rl.batch import batch_sha256, microbatches
+from k3core.rl.drift import drift
+from k3core.rl.trainer import Trainer
+from k3core.rl.update import UpdateConfig, update_policy
 from k3core.types import PolicyVersion, Ref, ScoredGroup
 
 
@@ -38,6 +44,7 @@ def update_step(inputs: Inputs, root: str, policy: PolicyVersion, score: Ref, op
 
     trainer = context.pool.trainer_at(policy, optimizer)
     context.pool.trainer_lost()  # until the step is recorded, the resident weights are no version
+    first_drift = _drift_of_all(trainer, groups, cfg.train.update) if step == 1 else {}
     result = update_policy(trainer, advantages.kept, cfg.train.update, cfg.gspo, seed=step)
     weights, state = trainer.save()
     raw = from_torch(weights)
@@ -48,18 +55,30 @@ def update_step(inputs: Inputs, root: str, policy: PolicyVersion, score: Ref, op
     steps_behind = [
         policy.step - int(s) for g in groups for t in g.trajectories for s in set(t.policy_step_T) if s >= 0
     ]
-    metrics = result.metrics | {
+    metrics = {
+        **result.metrics,
+        **first_drift,
         "train/seconds": context.elapsed(),
         "staleness/mean": sum(steps_behind) / max(1, len(steps_behind)),
         "staleness/max": float(max(steps_behind, default=0)),
     }
     notes = {"batch_sha256": digest, "vetoes": "; ".join(result.vetoes)}
-    record = context.record("update", step, outputs, metrics, notes=notes)
+    # A name of its own: of two tries at the same time, the slower must not overwrite what the ledger refers to.
+    record = context.record("update", step, outputs, metrics, notes=notes, name=f"update-{uuid.uuid4().hex[:8]}")
     entry = ledger.record(step, digest, {"record": asdict(record), "weights_sha256": weights_sha256(raw)})
     recorded = Ref(**entry["result"]["record"])
     if recorded == record:
         context.pool.trainer_is_at(weights_sha256(raw), outputs["optimizer"])
     return recorded
+
+
+def _drift_of_all(trainer: Trainer, groups: Sequence[ScoredGroup], cfg: UpdateConfig) -> dict[str, float]:
+    """Before the first update: over every sampled token of the batch, not only those that are trained on."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    batches = microbatches(trajectories, [0.0] * len(trajectories), cfg.microbatch_rows, cfg.router_replay)
+    with torch.no_grad():
+        ours = [trainer.logprobs(b.tokens_T, b.packing, b.target_M, b.replay_TLk, b.temperature) for b in batches]
+    return drift(torch.cat(ours).numpy(), torch.cat([b.rollout_logprobs_M for b in batches]).numpy())
 
 
 def explain(advantages: Advantages) -> str:

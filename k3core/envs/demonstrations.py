@@ -27,7 +27,7 @@ from k3core.types import Message, Prompt, ToolCall
 Style = Literal["expert", "guess", "any_contract", "wrong_clause", "no_playbook"]
 _ENVIRONMENT = ContractsEnvironment()
 HABITS: tuple[Style, ...] = ("guess", "any_contract", "wrong_clause", "no_playbook")
-HABIT_WEIGHTS = (3, 1, 1, 1)  # mostly guesses, as a policy that saves itself the work would
+HABIT_WEIGHTS = (4, 1, 1, 1)  # mostly guesses, as a policy that saves itself the work would
 
 
 def demonstrate(prompt: Prompt, style: Style, rng: random.Random) -> tuple[Message, ...]:

@@ -89,6 +89,14 @@ def test_strongest_decay_of_the_bounded_gate_stays_finite_in_fp32():
     torch.testing.assert_close(last, want_last, rtol=1e-4, atol=1e-5)
 
 
+def test_strongest_decay_of_the_bounded_gate_has_the_recurrences_gradients_in_fp32():
+    q, k, v, g, beta, state = (x.detach().float() for x in inputs(1, 64, K=24))
+    args = [x.requires_grad_() for x in (q, k, v, torch.full_like(g, -5.0), beta, state)]
+    got = outputs_and_gradients(lambda *a: kda_chunked(*a, 32, -5.0), args)
+    for a, b in zip(got, outputs_and_gradients(kda_recurrent, args), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_softplus_gate_far_below_the_bound_stays_finite():
     q, k, v, g, beta, state = (x.detach().float() for x in inputs(1, 64))
     o, last = kda_chunked(q, k, v, torch.full_like(g, -60.0), beta, state, 32, None)
