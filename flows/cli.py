@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from k3core.errors import IntegrityError
+from k3core.errors import IntegrityError, RunError
 
 if TYPE_CHECKING:
     from infra.config import RunConfig
@@ -43,7 +43,9 @@ app = typer.Typer(
 delta = typer.Typer(help="Published versions: check, measure and rebuild them.", rich_markup_mode=None)
 app.add_typer(delta, name="delta")
 
-Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped config: tiny.")]
+Config = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped config: tiny, smoke, ...")
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to change: gspo.clip_low=0.02")
 ]
@@ -63,7 +65,7 @@ def main(args: Sequence[str] | None = None) -> int:
         command = error.ctx.command_path if error.ctx else "k3"
         print(f"{command}: {error.format_message()} See `{command} --help`.", file=sys.stderr)
         return 2
-    except IntegrityError as error:
+    except (IntegrityError, RunError) as error:
         print(f"k3: {error}", file=sys.stderr)
         return 1
     except ValueError as error:
@@ -235,7 +237,7 @@ def _embed_prefect(root: str, run: str) -> None:
     os.environ.setdefault("PREFECT_HOME", str(home))
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # its server opens a database there
     os.environ.setdefault("PREFECT_LOCAL_STORAGE_PATH", str(home / "results" / run))
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")  # errors are said once, by us, where they end a run
 
 
 def _print_finding(finding: Finding) -> None:

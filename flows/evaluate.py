@@ -25,12 +25,19 @@ from tasks.score import score
 SHOWN = 3
 
 
-@flow(name="evaluate", flow_run_name="evaluate-{policy.run}-{policy.step}", validate_parameters=False)
+@flow(
+    name="evaluate",
+    flow_run_name="evaluate-{policy.run}-{policy.step}",
+    validate_parameters=False,
+    persist_result=False,
+)
 def evaluate_version(inputs: Inputs, root: str, policy: PolicyVersion) -> Ref:
     return evaluate(inputs, root, policy)
 
 
-@flow(name="rollout", flow_run_name="rollout-{policy.run}-{policy.step}", validate_parameters=False)
+@flow(
+    name="rollout", flow_run_name="rollout-{policy.run}-{policy.step}", validate_parameters=False, persist_result=False
+)
 def rollout_version(inputs: Inputs, root: str, policy: PolicyVersion) -> Ref:
     return score(inputs, root, rollout(inputs, root, policy, 0), 0)
 

@@ -11,16 +11,17 @@ from flows.stages import Stages
 from infra.config import RunConfig
 from infra.console import bars, say
 from infra.launch import children_end_with_this
+from infra.stages.prepare import prepare_run
 from infra.stages.report import RunHistory
 from infra.stages.summary import closing_lines, ui_commands
-from infra.stages.track import tracking_uri
+from infra.stages.track import close_run, tracking_uri
 from k3core.types import PolicyVersion, Ref
 from tasks.prepare import prepare
 from tasks.report import report
 from tasks.stage import discard_torn_results
 
 
-@flow(name="rl_training", flow_run_name="{cfg.run}", validate_parameters=False)
+@flow(name="rl_training", flow_run_name="{cfg.run}", validate_parameters=False, persist_result=False)
 def rl_training(cfg: RunConfig) -> str:
     """Warm start, then `cfg.steps` iterations; evaluated before the first, every `evaluate.every` and after the last.
 
@@ -44,8 +45,15 @@ def run_training(cfg: RunConfig) -> int:
     """The embedded default: the flow in this process, on a Prefect server that starts and ends with it."""
     for path in discard_torn_results():
         say(f"{path.name}: half written when the last try ended; its task runs again")
-    with bars():
-        folder = rl_training(cfg)
+    inputs = prepare_run(cfg)  # here too, so that a config that does not fit its run is said before anything starts
+    try:
+        with bars():
+            folder = rl_training(cfg)
+    except BaseException as error:
+        close_run(
+            inputs, cfg.root, tracking_uri(cfg), cfg.tracking, "FAILED" if isinstance(error, Exception) else "KILLED"
+        )
+        raise
     say(closing_lines(json.loads((Path(folder) / "report.json").read_text()), folder, ui_commands(cfg)))
     return 0
 

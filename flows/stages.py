@@ -13,6 +13,7 @@ from infra.stages.record import StageRecord, read_record
 from infra.stages.summary import iteration_line
 from infra.stages.track import Tracked, tracking_uri
 from infra.store import Store
+from k3core.errors import RunError
 from k3core.types import PolicyVersion, Ref
 from tasks.control import control
 from tasks.evaluate import evaluate
@@ -30,19 +31,19 @@ MAX_TRUNCATED = 3
 MAX_TRUNCATED_SHARE = 0.5
 
 
-class NothingToLearn(Exception):
+class NothingToLearn(RunError):
     """Several batches of one step had no group with variance."""
 
 
-class TooManyVetoes(Exception):
-    """Several updates in a row were refused: a loss or gradient was not finite."""
+class TooManyVetoes(RunError):
+    """Several updates in a row had a minibatch refused: a loss or gradient was not finite."""
 
 
-class MostlyTruncated(Exception):
+class MostlyTruncated(RunError):
     """Several batches in a row hit a limit of the environment: their rewards say little about the policy."""
 
 
-class PolicyStandsStill(Exception):
+class PolicyStandsStill(RunError):
     """Several updates in a row changed no byte of the served policy."""
 
 
@@ -55,14 +56,14 @@ class Stages:
     num_truncated: int = 0  # batches in a row
 
     def warm_start(self) -> Ref:
-        return configured(warm_start, self.cfg.tasks)(self.inputs, self.cfg.root)
+        return configured(warm_start, self.cfg.tasks, self.cfg.tasks.timeout_s)(self.inputs, self.cfg.root)
 
     def rollout_and_score(self, policy: PolicyVersion) -> tuple[Ref, Ref]:
         """Draws other prompts when no group of a batch has variance; gives up after MAX_ATTEMPTS (NothingToLearn)."""
         tasks, root = self.cfg.tasks, self.cfg.root
         for attempt in range(MAX_ATTEMPTS):
-            rollouts: Ref = configured(rollout, tasks)(self.inputs, root, policy, attempt)
-            scores: Ref = configured(score, tasks)(self.inputs, root, rollouts, attempt)
+            rollouts: Ref = configured(rollout, tasks, tasks.timeout_s)(self.inputs, root, policy, attempt)
+            scores: Ref = configured(score, tasks, tasks.timeout_s)(self.inputs, root, rollouts, attempt)
             self._check_truncation(self._record(rollouts))
             counts = self._record(scores).metrics
             if counts["groups/kept"] > 0:
@@ -75,20 +76,26 @@ class Stages:
         )
 
     def update(self, policy: PolicyVersion, scores: Ref, optimizer: Ref | None) -> Ref:
-        trained: Ref = configured(update, self.cfg.tasks)(self.inputs, self.cfg.root, policy, scores, optimizer)
+        trained: Ref = configured(update, self.cfg.tasks, self.cfg.tasks.timeout_s)(
+            self.inputs, self.cfg.root, policy, scores, optimizer
+        )
         record = self._record(trained)
         self.num_vetoed = self.num_vetoed + 1 if record.notes["vetoes"] else 0
         if record.notes["vetoes"]:
-            say(f"step {record.step}: refused, weights unchanged: {record.notes['vetoes']}")
+            say(
+                f"step {record.step}: a minibatch was refused and left the weights as they were: {record.notes['vetoes']}"
+            )
         if self.num_vetoed >= self.cfg.train.max_vetoes:
             raise TooManyVetoes(
-                f"{self.num_vetoed} updates in a row were refused ({record.notes['vetoes']}):"
+                f"{self.num_vetoed} updates in a row had a minibatch refused ({record.notes['vetoes']}):"
                 " lower train.learning_rate or train.grad_clip"
             )
         return trained
 
     def publish(self, trained: Ref, parent: PolicyVersion | None) -> Ref:
-        published: Ref = configured(publish, self.cfg.tasks)(self.inputs, self.cfg.root, trained, parent)
+        published: Ref = configured(publish, self.cfg.tasks, self.cfg.tasks.timeout_s)(
+            self.inputs, self.cfg.root, trained, parent
+        )
         version = self.policy(published)
         unchanged = parent is not None and parent.weights_sha256 == version.weights_sha256 and not self.num_vetoed
         self.num_unchanged = self.num_unchanged + 1 if unchanged else 0
@@ -103,18 +110,20 @@ class Stages:
         """None when it is not this step's turn."""
         if policy.step % self.cfg.evaluate.every != 0 and policy.step != self.cfg.steps:
             return None
-        evaluated: Ref = configured(evaluate, self.cfg.tasks)(self.inputs, self.cfg.root, policy)
+        evaluated: Ref = configured(evaluate, self.cfg.tasks, self.cfg.tasks.timeout_s)(
+            self.inputs, self.cfg.root, policy
+        )
         return evaluated
 
     def control(self, policy: PolicyVersion, label: str) -> PrefectFuture[Ref]:
         """Starts beside the loop; the arm's process uses another core."""
         cfg = self.cfg
-        task = control.with_options(retries=cfg.tasks.retries, retry_delay_seconds=cfg.tasks.retry_delay_s)
+        task = configured(control, cfg.tasks)  # its process has the time-out: Prefect cannot interrupt a thread
         return task.submit(self.inputs, cfg.root, policy, label, cfg.control.sequences, cfg.tasks.timeout_s)
 
     def track(self, records: tuple[Ref, ...], evaluation: Ref | None) -> Tracked:
         cfg = self.cfg
-        tracked: Tracked = configured(track, cfg.tasks)(
+        tracked: Tracked = configured(track, cfg.tasks, cfg.tasks.timeout_s)(
             self.inputs, cfg.root, tracking_uri(cfg), cfg.tracking, records, evaluation, cfg.evaluate.confidence
         )
         say(iteration_line(tracked, cfg.steps))

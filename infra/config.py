@@ -107,7 +107,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """lora_*: read in mode "lora" only. max_vetoes: non-finite steps in a row that end the run.
+    """lora_*: read in mode "lora" only. max_vetoes: so many updates in a row with a minibatch refused as not finite end the run.
 
     normalize_std: advantages are divided by their group's standard deviation.
     """

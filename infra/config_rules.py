@@ -126,6 +126,11 @@ def warnings(cfg: RunConfig) -> tuple[str, ...]:
             f"control.sequences {cfg.control.sequences} and steps x rollout.prompts_per_step x rollout.group_size = "
             f"{sequences}: the control arm does not see as many sequences as RL does"
         )
+    if cfg.environment.name == "lab":
+        found.append(
+            "environment.name lab: its tasks are a benchmark, so training on them spoils it as one; and the only judge"
+            " so far evaluates criteria with a `check`, so tasks without one are not graded"
+        )
     return tuple(found)
 
 

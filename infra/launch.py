@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from k3core.errors import RunError
 
-class ChildFailed(Exception):
+
+class ChildFailed(RunError):
     """A child process ended with another code than 0; its last words are the message."""
 
 
@@ -34,9 +36,7 @@ def children_end_with_this() -> Iterator[None]:
         raise
 
 
-def run_job(
-    module: str, job: Mapping[str, Any], timeout_s: float, on_progress: Callable[[int, int], None]
-) -> None:
+def run_job(module: str, job: Mapping[str, Any], timeout_s: float, on_progress: Callable[[int, int], None]) -> None:
     """Run `python -m module` with the job as JSON on stdin, until it ends.
 
     Takes lines `progress DONE OF` from its stdout. The kernel kills the child when this process dies, however it dies;

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from prefect import Task
+from prefect import State, Task
 from prefect.cache_policies import INPUTS, TASK_SOURCE
+from prefect.client.schemas.objects import TaskRun
 from prefect.settings import get_current_settings
 
 from infra.config import TasksConfig
+from infra.console import say
+from infra.launch import ChildFailed
+from k3core.errors import IntegrityError, RunError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -19,11 +23,24 @@ R = TypeVar("R")
 CACHE = INPUTS + TASK_SOURCE
 
 
-def configured(task: Task[P, R], cfg: TasksConfig) -> Task[P, R]:
-    """The task with the run's retries and time-out."""
+def configured(task: Task[P, R], cfg: TasksConfig, timeout_s: float | None = None) -> Task[P, R]:
+    """The task with the run's retries and, unless it watches its own, time-out."""
     return task.with_options(
-        retries=cfg.retries, retry_delay_seconds=cfg.retry_delay_s, timeout_seconds=cfg.timeout_s
+        retries=cfg.retries,
+        retry_delay_seconds=cfg.retry_delay_s,
+        timeout_seconds=timeout_s,
+        retry_condition_fn=worth_retrying,
     )
+
+
+def worth_retrying(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
+    """Not what would fail the same way again: a setting, a broken file, a diagnosis. Says what is tried again."""
+    del run
+    error = state.result(raise_on_failure=False)
+    if isinstance(error, (ValueError, IntegrityError, RunError)) and not isinstance(error, ChildFailed):
+        return False
+    say(f"{task.name}: {type(error).__name__}: {error}; trying again")
+    return True
 
 
 def discard_torn_results() -> list[Path]:

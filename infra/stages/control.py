@@ -40,10 +40,14 @@ def control_arm(
     }
     run_job("infra.stages.control", job, timeout_s, progress)
     store = Context.open(inputs, root).store
-    key = stage_key(policy.run, policy.step, f"evaluate-{label}.json")
+    key = stage_key(policy.run, policy.step, f"{record_name(label, sequences)}.json")
     data = store.read(key)
     assert data is not None, f"{key}: the child ended well without writing it"
     return store.ref(key, data)
+
+
+def record_name(label: str, sequences: int) -> str:
+    return f"evaluate-{label}-{sequences}"
 
 
 def main() -> None:
@@ -60,11 +64,11 @@ def main() -> None:
         print(f"progress {done} {of}", flush=True)
 
     weights = continue_supervised(context, policy, Arm(label, share, trained_on), job["sequences"], progress)
-    side_run = f"{cfg.run}/control/{label}"
+    side_run = f"{cfg.run}/control/{label}-{job['sequences']}"
     version, _ = publish(
         context.store, side_run, policy.step, from_torch(weights), None, 1, cfg.publish.zstd_level, {"arm": label}
     )
-    evaluate_step(inputs, job["root"], version, label)
+    evaluate_step(inputs, job["root"], version, label, name=record_name(label, job["sequences"]))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,12 @@ from k3core.types import EvalReport, PolicyVersion, Ref, Score, Trajectory
 
 
 def evaluate_step(
-    inputs: Inputs, root: str, policy: PolicyVersion, label: str = "policy", progress: Progress = no_progress
+    inputs: Inputs,
+    root: str,
+    policy: PolicyVersion,
+    label: str = "policy",
+    name: str = "evaluate",
+    progress: Progress = no_progress,
 ) -> Ref:
     """Record with outputs `report` and `trajectories`.
 
@@ -37,7 +42,6 @@ def evaluate_step(
     sampling = eval_sampling(context.cfg)
     trajectories = run_episodes(context, policy, specs, sampling, progress)
     report = _report(context, policy, label, suite, trajectories)
-    name = "evaluate" if label == "policy" else f"evaluate-{label}"
     outputs = {
         "report": store.put(stage_key(run, policy.step, f"{name}.zst"), encode(report)),
         "trajectories": store.put(stage_key(run, policy.step, f"{name}-trajectories.zst"), encode(trajectories)),

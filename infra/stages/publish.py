@@ -8,11 +8,12 @@ from infra.pool import load_policy
 from infra.stages.context import Context, Inputs
 from infra.stages.record import read_record
 from k3core.checkpoint.tensors import from_safetensors, from_torch, weights_sha256
+from k3core.errors import RunError
 from k3core.model.weights import is_adapter_tensor
 from k3core.types import PolicyVersion, Ref
 
 
-class ServedPolicyError(Exception):
+class ServedPolicyError(RunError):
     """The engine does not serve what was published."""
 
 

@@ -12,7 +12,7 @@ from infra.stages.evaluate import find_evaluation, read_report
 from infra.stages.publish import version_tags
 from infra.stages.record import read_record
 from infra.store import Store
-from infra.tracking import Tracker
+from infra.tracking import RunStatus, Tracker
 from k3core.eval.compare import Comparison, allows_promotion, compare
 from k3core.types import Ref
 
@@ -49,6 +49,11 @@ def open_tracker(inputs: Inputs, root: str, uri: str, tracking: TrackingConfig) 
     return Tracker.open(
         uri, tracking.experiment, cfg.run, params, {"k3.root": root}, digests, model_name=tracking.model_name
     )
+
+
+def close_run(inputs: Inputs, root: str, uri: str, tracking: TrackingConfig, status: RunStatus) -> None:
+    """A run that ends early does not stay RUNNING in MLflow; the next try reopens it."""
+    open_tracker(inputs, root, uri, tracking).finish(status)
 
 
 def track_step(

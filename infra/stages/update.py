@@ -13,16 +13,12 @@ from infra.records import decode
 from infra.stages.context import Context, Inputs
 from infra.stages.record import read_record, stage_key
 from k3core.checkpoint.tensors import from_torch, to_safetensors, weights_sha256
-from k3core.rl.advantages import Advantages, group_advantages
+from k3core.rl.advantages import group_advantages
 from k3core.rl.batch import batch_sha256, microbatches
 from k3core.rl.drift import drift
 from k3core.rl.trainer import Trainer
 from k3core.rl.update import UpdateConfig, update_policy
 from k3core.types import PolicyVersion, Ref, ScoredGroup
-
-
-class NoVarianceError(Exception):
-    """Every group of a batch is constant or ungraded: there is nothing to learn from."""
 
 
 def update_step(inputs: Inputs, root: str, policy: PolicyVersion, score: Ref, optimizer: Ref | None) -> Ref:
@@ -35,8 +31,7 @@ def update_step(inputs: Inputs, root: str, policy: PolicyVersion, score: Ref, op
     cfg, store, step = context.cfg, context.store, policy.step + 1
     groups = decode(store.get(read_record(store, score).outputs["groups"]), tuple[ScoredGroup, ...], score.uri)
     advantages = group_advantages(groups, cfg.train.normalize_std)
-    if not advantages.kept:
-        raise NoVarianceError(explain(advantages))
+    assert advantages.kept, "the flow draws other prompts when no group has variance"
     digest = batch_sha256([item.trajectory for item in advantages.kept], [item.advantage for item in advantages.kept])
     ledger = Ledger(store, cfg.run)
     if (entry := ledger.get(step)) is not None and entry["batch_sha256"] == digest:
@@ -74,16 +69,8 @@ def update_step(inputs: Inputs, root: str, policy: PolicyVersion, score: Ref, op
 
 def _drift_of_all(trainer: Trainer, groups: Sequence[ScoredGroup], cfg: UpdateConfig) -> dict[str, float]:
     """Before the first update: over every sampled token of the batch, not only those that are trained on."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories = [t for group in groups for t in group.trajectories if t.loss_mask_T.any()]
     batches = microbatches(trajectories, [0.0] * len(trajectories), cfg.microbatch_rows, cfg.router_replay)
     with torch.no_grad():
         ours = [trainer.logprobs(b.tokens_T, b.packing, b.target_M, b.replay_TLk, b.temperature) for b in batches]
     return drift(torch.cat(ours).numpy(), torch.cat([b.rollout_logprobs_M for b in batches]).numpy())
-
-
-def explain(advantages: Advantages) -> str:
-    kinds = ", ".join(f"{name} {count}" for name, count in advantages.counts.items() if count)
-    return (
-        f"no group has variance ({kinds}): raise rollout.group_size or rollout.prompts_per_step, or change the"
-        " share of expert demonstrations (warm_start.expert_share)"
-    )

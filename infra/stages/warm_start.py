@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from infra import policies
 from infra.parts import Arm, supervised_optim
-from infra.pool import load_policy, load_tensors_ref
+from infra.pool import load_tensors_ref
 from infra.stages.context import Context, Inputs, Progress, no_progress
 from infra.store import Store
-from k3core.checkpoint.tensors import from_torch, to_safetensors
+from k3core.checkpoint.tensors import from_torch, to_safetensors, to_torch
 from k3core.envs.demonstrations import mixture
+from k3core.errors import RunError
 from k3core.rl.supervised import Demonstration, demonstration, supervised_step, warmup_cosine
 from k3core.rl.trainer import Trainer
 from k3core.rollout.episodes import THINKING
@@ -24,7 +26,7 @@ LAST_FACTOR = 0.1  # of the learning rate, at the end of the cosine over the exp
 ROWS_AT_ONCE = 16
 
 
-class DivergedError(Exception):
+class DivergedError(RunError):
     """A supervised step met a loss or gradient that is not finite."""
 
 
@@ -50,7 +52,15 @@ def warm_start(inputs: Inputs, root: str, progress: Progress = no_progress) -> R
     context = Context.open(inputs, root)
     cfg, w = context.cfg, context.cfg.warm_start
     trainer = Trainer(cfg.model, supervised_optim(cfg), seed=w.seed)
-    schedule = Schedule(Arm("mixture", w.expert_share, 0), w.expert_steps, w.steps, w.rows, w.learning_rate, w.mixture_learning_rate, w.seed)
+    schedule = Schedule(
+        Arm("mixture", w.expert_share, 0),
+        w.expert_steps,
+        w.steps,
+        w.rows,
+        w.learning_rate,
+        w.mixture_learning_rate,
+        w.seed,
+    )
     loss = train_supervised(context, trainer, schedule, "warm_start", w.checkpoint_every, progress)
     weights, _ = trainer.save()
     ref = context.store.put(f"{cfg.run}/steps/000000/weights.safetensors", to_safetensors(from_torch(weights)))
@@ -64,9 +74,9 @@ def continue_supervised(
     cfg = context.cfg
     w = cfg.warm_start
     trainer = Trainer(cfg.model, supervised_optim(cfg), seed=w.seed)
-    trainer.load(load_policy(cfg, context.store, policy), {})
+    trainer.load(to_torch(policies.load(context.store, policy)), {})  # without an adapter, also in mode "lora"
     schedule = Schedule(arm, 0, max(1, sequences // w.rows), w.rows, w.learning_rate, w.mixture_learning_rate, w.seed)
-    train_supervised(context, trainer, schedule, f"control/{arm.name}", w.checkpoint_every, progress)
+    train_supervised(context, trainer, schedule, f"control/{arm.name}-{sequences}", w.checkpoint_every, progress)
     return trainer.save()[0]
 
 

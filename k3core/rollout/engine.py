@@ -21,7 +21,8 @@ from k3core.rollout.scheduler import Waiting, schedule
 from k3core.types import SamplingParams
 from k3kernels.packing import Packing
 
-ROWS = 16  # every GEMM has whole multiples of this many rows, so that a row's rounding does not depend on its neighbours
+# Batches are whole multiples of this: BLAS (16 rows) and vector loops (32 floats) round their remainders differently.
+ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,8 @@ class K3Engine:
     on from), decodes one token for all running sequences, gives finished turns back, and yields to the event loop
     so that their episodes can run tools and come again. A sequence keeps its slot between turns until released.
 
-    What a sequence gets depends on its tokens and its seed alone: every sum runs over its own history, and GEMMs,
-    the one place where rows meet, have ROWS rows or whole multiples.
+    What a sequence gets, to the last bit, depends on its tokens and its seed and not on its neighbours: sums run over
+    its own history, and batches are multiples of ROWS. With more than one thread, splits of the work may still differ.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class K3Engine:
         if lora is not None:
             attach_lora(self.model, lora, torch.Generator())
         self.model.requires_grad_(False)
-        self.state = SlotState(cfg, self.num_slots + 1, max_length)  # the last slot takes what rounds a prefill up
+        self.state = SlotState(cfg, self.num_slots + 1, max(max_length, ROWS))  # the last slot rounds prefills up
         self.stop_token = stop_token
         self.max_length = max_length
         self.max_prefill_tokens = max_prefill_tokens
@@ -141,7 +142,9 @@ class K3Engine:
         assert name not in {*self._waiting, *self._running}, f"{name}: its turn is not over"
         assert request.sampling.max_tokens > 0, name
         if len(request.tokens) >= self.max_length:
-            raise ValueError(f"history of {len(request.tokens)} tokens leaves no room below max_length {self.max_length}")
+            raise ValueError(
+                f"history of {len(request.tokens)} tokens leaves no room below max_length {self.max_length}"
+            )
         fed = self._sequences[name].fed if name in self._sequences else []
         goes_on = len(request.tokens) > len(fed) and list(request.tokens[: len(fed)]) == fed
         assert goes_on, f"{name}: its history does not begin with the {len(fed)} tokens that were fed"

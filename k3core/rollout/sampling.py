@@ -37,12 +37,13 @@ def _truncate(logprobs_V: Tensor, p: SamplingParams) -> Tensor:
 
 
 def draw(logprobs_NV: Tensor, uniform_N: Sequence[float]) -> Tensor:
-    """Inverse transform: the first token whose cumulative probability exceeds u, one u in [0, 1) per row."""
+    """Inverse transform: the first token whose cumulative probability exceeds u, one u in [0, 1) per row.
+
+    u times the total stays below the total after rounding too, so there always is one.
+    """
     cumulative_NV = logprobs_NV.double().exp().cumsum(-1)
-    total_N1 = cumulative_NV[:, -1:]
-    u_N1 = torch.tensor(uniform_N, dtype=torch.float64).unsqueeze(-1) * total_N1
-    below_total_N1 = torch.nextafter(total_N1, torch.zeros_like(total_N1))  # where rounding takes u to the total itself
-    return (cumulative_NV <= torch.minimum(u_N1, below_total_N1)).sum(-1)
+    u_N1 = torch.tensor(uniform_N, dtype=torch.float64).unsqueeze(-1) * cumulative_NV[:, -1:]
+    return (cumulative_NV <= u_N1).sum(-1)
 
 
 def sequence_generator(seed: int) -> np.random.Generator:
