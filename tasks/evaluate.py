@@ -14,4 +14,4 @@ from tasks.stage import CACHE
 @task(name="evaluate", task_run_name="evaluate-{policy.step}", cache_policy=CACHE, persist_result=True)
 def evaluate(inputs: Inputs, root: str, policy: PolicyVersion) -> Ref:
     with stage_bar(f"evaluate step {policy.step}") as progress:
-        return evaluate_step(inputs, root, policy, progress=progress)
+        return evaluate_step(inputs, root, policy, progress)

@@ -14,7 +14,7 @@ from infra.launch import run_job
 from infra.parts import Arm
 from infra.policies import publish
 from infra.stages.context import Context, Inputs, Progress, no_progress
-from infra.stages.evaluate import evaluate_step
+from infra.stages.evaluate import evaluate_in
 from infra.stages.record import stage_key
 from infra.stages.warm_start import continue_supervised
 from k3core.checkpoint.tensors import from_torch
@@ -68,7 +68,7 @@ def main() -> None:
     version, _ = publish(
         context.store, side_run, policy.step, from_torch(weights), None, 1, cfg.publish.zstd_level, {"arm": label}
     )
-    evaluate_step(inputs, job["root"], version, label, name=record_name(label, job["sequences"]))
+    evaluate_in(context, version, "control", label, record_name(label, job["sequences"]))
 
 
 if __name__ == "__main__":

@@ -20,19 +20,18 @@ from k3core.rollout.episodes import EpisodeSpec, trajectory_seed
 from k3core.types import EvalReport, PolicyVersion, Ref, Score, Trajectory
 
 
-def evaluate_step(
-    inputs: Inputs,
-    root: str,
-    policy: PolicyVersion,
-    label: str = "policy",
-    name: str = "evaluate",
-    progress: Progress = no_progress,
+def evaluate_step(inputs: Inputs, root: str, policy: PolicyVersion, progress: Progress = no_progress) -> Ref:
+    """Record with outputs `report` and `trajectories`."""
+    return evaluate_in(Context.open(inputs, root), policy, "evaluate", "policy", "evaluate", progress)
+
+
+def evaluate_in(
+    context: Context, policy: PolicyVersion, stage: str, label: str, name: str, progress: Progress = no_progress
 ) -> Ref:
-    """Record with outputs `report` and `trajectories`.
+    """The same under another stage's name and clock, for the control arms.
 
     Seeds name prompt and sample only: every version draws with the same random numbers, which steadies comparisons.
     """
-    context = Context.open(inputs, root)
     suite, store, run = eval_suite(context.cfg), context.store, context.cfg.run
     specs = [
         EpisodeSpec(prompt, sample, trajectory_seed("eval", prompt.id, sample))
@@ -46,7 +45,7 @@ def evaluate_step(
         "report": store.put(stage_key(run, policy.step, f"{name}.zst"), encode(report)),
         "trajectories": store.put(stage_key(run, policy.step, f"{name}-trajectories.zst"), encode(trajectories)),
     }
-    return context.record("evaluate", policy.step, outputs, eval_metrics(report), policy=policy, name=name)
+    return context.record(stage, policy.step, outputs, eval_metrics(report), policy=policy, name=name)
 
 
 def read_report(store: Store, record: Ref) -> EvalReport:

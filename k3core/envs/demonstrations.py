@@ -102,7 +102,14 @@ def _memos(prompt: Prompt) -> list[dict[str, str]]:
             verdict = VERDICTS[int(value) > int(fallback)]
             clause = clause.removesuffix(".")
             memos.append(
-                {"topic": topic, "file": file, "clause": clause, "value": value, "verdict": verdict, "fallback": fallback}
+                {
+                    "topic": topic,
+                    "file": file,
+                    "clause": clause,
+                    "value": value,
+                    "verdict": verdict,
+                    "fallback": fallback,
+                }
             )
     return memos
 

@@ -22,6 +22,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "job_under_test.py"
 
 
+def ignore(_done: int, _of: int) -> None:
+    pass
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -38,7 +42,9 @@ def wait_until_dead(pid: int) -> bool:
 
 
 def test_the_job_arrives_and_its_progress_comes_back(module: Path) -> None:
-    module.write_text("import json, sys\njob = json.load(sys.stdin)\nprint('progress', job['done'], 9)\nprint('noise')\n")
+    module.write_text(
+        "import json, sys\njob = json.load(sys.stdin)\nprint('progress', job['done'], 9)\nprint('noise')\n"
+    )
     seen: list[tuple[int, int]] = []
     run_job("job_under_test", {"done": 4}, 60, lambda done, of: seen.append((done, of)))
     assert seen == [(4, 9)]
@@ -47,26 +53,28 @@ def test_the_job_arrives_and_its_progress_comes_back(module: Path) -> None:
 def test_a_child_that_fails_is_an_error_with_its_last_words(module: Path) -> None:
     module.write_text("raise SystemExit('the disk is full')\n")
     with pytest.raises(ChildFailed, match="job_under_test ended with code 1: the disk is full"):
-        run_job("job_under_test", {}, 60, lambda done, of: None)
+        run_job("job_under_test", {}, 60, ignore)
 
 
 def test_a_child_that_takes_too_long_is_ended_and_the_message_names_the_setting(module: Path) -> None:
     module.write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(ChildFailed, match=r"took longer than 0.5 s \(tasks.timeout_s\)"):
-        run_job("job_under_test", {}, 0.5, lambda done, of: None)
+        run_job("job_under_test", {}, 0.5, ignore)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 def test_no_child_outlives_its_parent_however_that_dies(module: Path, tmp_path: Path, sent: signal.Signals) -> None:
-    module.write_text(f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    module.write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
     parent = subprocess.Popen(
         [
             sys.executable,
             "-c",
             textwrap.dedent("""
                 from infra.launch import run_job
-                run_job("job_under_test", {}, 600, lambda done, of: None)
+                run_job("job_under_test", {}, 600, print)
             """),
         ]
     )
@@ -80,7 +88,9 @@ def test_no_child_outlives_its_parent_however_that_dies(module: Path, tmp_path: 
 
 
 def test_an_exception_in_the_body_ends_the_children_and_starts_no_more(module: Path, tmp_path: Path) -> None:
-    module.write_text(f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    module.write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
     script = f"""
 import threading, time, pathlib
 from infra.launch import ChildFailed, children_end_with_this, run_job
@@ -88,11 +98,11 @@ ends = []
 def arm():
     for _ in range(2):
         try:
-            run_job("job_under_test", {{}}, 600, lambda done, of: None)
+            run_job("job_under_test", {{}}, 600, print)
         except ChildFailed as error:
             ends.append(str(error))
 thread = threading.Thread(target=arm)
-pid = pathlib.Path({str(tmp_path / 'pid')!r})
+pid = pathlib.Path({str(tmp_path / "pid")!r})
 try:
     with children_end_with_this():
         thread.start()

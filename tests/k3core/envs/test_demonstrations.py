@@ -97,7 +97,7 @@ def test_tool_messages_are_what_the_tools_return(style: Style) -> None:
 )
 def test_each_style_looks_only_where_its_name_says(style: Style, calls: list[list[str]]) -> None:
     prompt = generate(6, 2, "warm")
-    words = {topic: "other" for topic in TOPICS} | {word: name for name, word in prompt.hidden["question"].items()}
+    words = dict.fromkeys(TOPICS, "other") | {word: name for name, word in prompt.hidden["question"].items()}
 
     def describe(call: ToolCall) -> str:
         assert call.arguments is not None

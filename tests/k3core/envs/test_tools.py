@@ -186,7 +186,7 @@ def test_ordinary_patterns_are_not_refused(shared: Workspace) -> None:
         r"(?<=max )\d+",
         "[0-9]{1,3}$",
     ):
-        assert call(shared, "grep", pattern=pattern, path="playbook.md")in ("payment max 30", "no matches")
+        assert call(shared, "grep", pattern=pattern, path="playbook.md") in ("payment max 30", "no matches")
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
