@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,9 @@ def report_run(inputs: Inputs, root: str, history: RunHistory, commands: dict[st
 def report_data(context: Context, history: RunHistory, commands: dict[str, str]) -> ReportData:
     store, cfg = context.store, context.cfg
     reports = [read_report(store, ref) for ref in history.evaluations]
-    arms = {name: read_report(store, ref) for name, ref in history.controls.items()}
+    last_step = history.versions[-1].step
+    # An arm starts at step 0's weights and ends after as many sequences as RL saw: on the curves it ends beside it.
+    arms = {name: replace(read_report(store, ref), step=last_step) for name, ref in history.controls.items()}
     metrics = {step: tracked.metrics for step, tracked in history.tracked.items()}
     records = [read_record(store, ref) for ref in (history.warm_start, *history.stages, *history.evaluations)]
     seconds = seconds_by_stage([*records, *(read_record(store, ref) for ref in history.controls.values())])
@@ -70,7 +72,7 @@ def report_data(context: Context, history: RunHistory, commands: dict[str, str])
     first = metrics.get(1, {})
     summary: dict[str, Any] = {
         "seed": cfg.seed,
-        "updates": history.versions[-1].step,
+        "updates": last_step,
         "prompts_eval": len(after.rewards),
         "samples_per_prompt": cfg.evaluate.samples,
         "reward_before": mean_and_stderr(before, "reward")[0],
@@ -91,7 +93,7 @@ def report_data(context: Context, history: RunHistory, commands: dict[str, str])
     }
     best = _most_improved(before, after)
     return ReportData(
-        title=f"{cfg.run}: {history.versions[-1].step} updates, seed {cfg.seed}",
+        title=f"{cfg.run}: {last_step} updates, seed {cfg.seed}",
         summary=summary,
         evals=reports,
         control=[arms["control"]] if "control" in arms else [],
