@@ -15,6 +15,11 @@ os.environ.update(
 )
 
 import torch
+from hypothesis import settings
+
+# A deadline per example measures the machine, not the code.
+settings.register_profile("k3rl", deadline=None)
+settings.load_profile("k3rl")
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
