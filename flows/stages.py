@@ -68,7 +68,7 @@ class Stages:
             counts = self._record(scores).metrics
             if counts["groups/kept"] > 0:
                 return rollouts, scores
-            kinds = ", ".join(f"{name} {value:.0f}" for name, value in counts.items() if name.startswith("groups/"))
+            kinds = ", ".join(f"{k} {v:.0f}" for k, v in counts.items() if k.startswith("groups/") and v > 0)
             say(f"step {policy.step + 1}: no group has variance ({kinds}); drawing other prompts")
         raise NothingToLearn(
             f"step {policy.step + 1}: {MAX_ATTEMPTS} batches without a group that has variance: raise"

@@ -285,5 +285,5 @@ def _from_zero(axis: Axes) -> None:
 
 
 def _step_axis(axis: Axes) -> None:
-    axis.set_xlabel("policy step (optimizer steps)")
+    axis.set_xlabel("policy step (updates)")
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))

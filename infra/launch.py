@@ -36,6 +36,10 @@ def children_end_with_this() -> Iterator[None]:
         raise
 
 
+def is_stopping() -> bool:
+    return _is_stopping.is_set()
+
+
 def run_job(module: str, job: Mapping[str, Any], timeout_s: float, on_progress: Callable[[int, int], None]) -> None:
     """Run `python -m module` with the job as JSON on stdin, until it ends.
 

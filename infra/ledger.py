@@ -1,4 +1,4 @@
-"""Which batch each optimizer step was made of: a step happens once, however often its task is tried."""
+"""Which batch each policy step was made of: an update is applied once, however often its task is tried."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from k3core.sealed import seal, unseal
 
 
 class Ledger:
-    """Entries {run, step, batch_sha256, result}, one for each optimizer step of a run, never changed."""
+    """Entries {run, step, batch_sha256, result}, one for each update of a run, never changed."""
 
     def __init__(self, store: Store, run: str) -> None:
         self._store = store

@@ -23,7 +23,7 @@ from k3core.types import EvalReport
 
 SUMMARY: Mapping[str, str] = {
     "seed": "seed",
-    "updates": "optimizer steps",
+    "updates": "updates",
     "prompts_eval": "evaluation prompts",
     "samples_per_prompt": "samples per evaluation prompt",
     "reward_before": "reward before",

@@ -13,7 +13,7 @@ from prefect.settings import get_current_settings
 
 from infra.config import TasksConfig
 from infra.console import say
-from infra.launch import ChildFailed
+from infra.launch import ChildFailed, is_stopping
 from k3core.errors import IntegrityError, RunError
 
 P = ParamSpec("P")
@@ -37,6 +37,8 @@ def worth_retrying(task: Task[..., Any], run: TaskRun, state: State[Any]) -> boo
     """Not what would fail the same way again: a setting, a broken file, a diagnosis. Says what is tried again."""
     del run
     error = state.result(raise_on_failure=False)
+    if is_stopping():
+        return False
     if isinstance(error, (ValueError, IntegrityError, RunError)) and not isinstance(error, ChildFailed):
         return False
     say(f"{task.name}: {type(error).__name__}: {error}; trying again")

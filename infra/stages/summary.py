@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from infra.config import RunConfig
@@ -54,8 +56,17 @@ def closing_lines(summary: Mapping[str, Any], folder: str, commands: Mapping[str
 
 def ui_commands(cfg: RunConfig) -> dict[str, str]:
     """How to open the two UIs on what the run wrote."""
-    home = os.environ.get("PREFECT_HOME", "~/.prefect")
+    bin_folder = Path(sys.executable).parent
+    prefect, mlflow = _short(bin_folder / "prefect"), _short(bin_folder / "mlflow")
+    home = f"PREFECT_HOME={_short(Path(os.environ['PREFECT_HOME']))} " if "PREFECT_HOME" in os.environ else ""
+    quiet = "PREFECT_SERVER_ANALYTICS_ENABLED=false "
     return {
-        "Prefect": f"PREFECT_HOME={home} prefect server start   # then http://127.0.0.1:4200/runs",
-        "MLflow": f"mlflow ui --backend-store-uri {tracking_uri(cfg)}   # then http://127.0.0.1:5000",
+        "Prefect": f"{home}{quiet}{prefect} server start   # then http://127.0.0.1:4200/runs",
+        "MLflow": f"{mlflow} ui --backend-store-uri {tracking_uri(cfg)}   # then http://127.0.0.1:5000",
     }
+
+
+def _short(path: Path) -> str:
+    """As seen from here, where that is no longer."""
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)

@@ -74,8 +74,15 @@ def test_a_run_prints_before_and_after_and_the_commands_that_open_the_uis(finish
     assert "reward" in printed
     assert "->" in printed
     assert f"{root}/smoke/report.html" in printed
-    assert "prefect server start" in printed
-    assert f"mlflow ui --backend-store-uri sqlite:///{root}/mlflow.db" in printed
+    commands = {
+        line.split(":")[0]: line.split(": ", 1)[1].strip() for line in printed.splitlines() if " # then" in line
+    }
+    assert commands.keys() == {"Prefect", "MLflow"}
+    assert f"PREFECT_HOME={os.path.relpath(root / '.prefect')} " in commands["Prefect"] or str(root) in printed
+    assert f"ui --backend-store-uri sqlite:///{root}/mlflow.db" in commands["MLflow"]
+    for line in commands.values():
+        program = next(word for word in line.split() if word.endswith(("/prefect", "/mlflow")))
+        assert os.access(program, os.X_OK), program
 
 
 def test_the_report_has_exactly_the_promised_keys_and_a_page_and_a_curve(finished: tuple[Path, str, str]) -> None:
