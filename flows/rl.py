@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from prefect import flow
+from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.stages import Stages
 from infra.config import RunConfig
@@ -20,8 +21,17 @@ from tasks.prepare import prepare
 from tasks.report import report
 from tasks.stage import discard_torn_results
 
+# The control arms, the only tasks that run beside the loop, come one after the other: they have one core, it the other.
+ONE_AT_A_TIME = ThreadPoolTaskRunner(max_workers=1)
 
-@flow(name="rl_training", flow_run_name="{cfg.run}", validate_parameters=False, persist_result=False)
+
+@flow(
+    name="rl_training",
+    flow_run_name="{cfg.run}",
+    task_runner=ONE_AT_A_TIME,
+    validate_parameters=False,
+    persist_result=False,
+)
 def rl_training(cfg: RunConfig) -> str:
     """Warm start, then `cfg.steps` iterations; evaluated before the first, every `evaluate.every` and after the last.
 

@@ -17,6 +17,7 @@ from k3core.model.mla import MultiHeadLatentAttention
 from k3core.model.moe import LatentMoE
 from k3core.model.state import SlotState
 from k3kernels.attn_res import attn_res_mix
+from k3kernels.dtypes import wider
 from k3kernels.packing import Packing
 
 EMBEDDING_STD = 0.3  # of a model from scratch
@@ -105,7 +106,7 @@ class K3Model(nn.Module):
         Logits are the largest numbers of the model: one ulp of a logit of 16 in fp32 is 2e-6 nat, which would be most
         of the difference between trainer and engine.
         """
-        wide = torch.float32 if hidden_TD.dtype in (torch.bfloat16, torch.float16) else torch.float64
+        wide = wider(hidden_TD.dtype)
         return F.linear(hidden_TD.to(wide), self.lm_head.effective_weight().to(wide))
 
     def _layers(self, x_TD: Tensor, replay_TLk: Tensor | None, attend: Attend) -> Forward:

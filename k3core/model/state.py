@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from k3core.model.config import K3Config
+from k3kernels.dtypes import wider
 
 
 class SlotState:
     """Histories of up to `num_slots` sequences of up to `max_length` tokens.
 
-    kda_NHKV[layer] the recurrent state, at least fp32, window_NJP[layer] the last J-1 inputs of the convolution (q|k|v),
+    kda_NHKV[layer] the recurrent state in the next wider type, window_NJP[layer] the last J-1 inputs of the convolution (q|k|v),
     cache_NSC[layer] one latent row (kv_lora_rank | rope width) per token. length_N counts the tokens that
     all three have seen: there is one position per slot, so they cannot come apart.
     """
@@ -25,7 +26,7 @@ class SlotState:
         for layer in range(cfg.num_hidden_layers):
             if cfg.is_kda(layer):
                 shape = (num_slots, cfg.kda_num_heads, cfg.kda_head_dim, cfg.kda_head_dim)
-                self.kda_NHKV[layer] = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
+                self.kda_NHKV[layer] = torch.zeros(shape, dtype=wider(dtype))
                 self.window_NJP[layer] = torch.zeros(num_slots, cfg.short_conv_kernel_size - 1, 3 * P, dtype=dtype)
             else:
                 width = cfg.kv_lora_rank + cfg.qk_rope_head_dim

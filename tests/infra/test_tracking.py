@@ -106,19 +106,19 @@ def test_the_champion_moves_only_when_promoted(uri: str) -> None:
     for step in (0, 1, 2):
         tracker.register(version("champion", step), TAGS)
     tracker.promote(0)
-    assert tracker.champion() == 0
+    assert tracker.champion() == ("champion", 0)
     tracker.promote(2)
-    assert tracker.champion() == 2
+    assert tracker.champion() == ("champion", 2)
     with pytest.raises(ValueError, match="no registered policy of step 9"):
         tracker.promote(9)
 
 
-def test_the_champion_of_another_run_is_not_taken_for_a_step_of_this_one(uri: str) -> None:
+def test_a_champion_is_named_with_its_run_so_that_two_runs_of_one_model_agree_on_it(uri: str) -> None:
     first = Tracker.open(uri, "k3-tests", "shared-1", {}, {}, {}, model_name="shared")
     second = Tracker.open(uri, "k3-tests", "shared-2", {}, {}, {}, model_name="shared")
     first.register(version("shared-1", 4), TAGS)
     first.promote(4)
-    assert (first.champion(), second.champion()) == (4, None)
+    assert first.champion() == second.champion() == (first.run_name, 4)
 
 
 def test_resuming_goes_on_in_the_same_run(uri: str) -> None:

@@ -83,7 +83,6 @@ def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 def prefill_and_decode(model: K3Model) -> tuple[Tensor, Tensor]:
     """Logits after a prefill of both sequences and after one more token for each."""
     state = SlotState(CFG, 2, 40, dtype=model.embed_tokens.weight.dtype)
-    state.kda_NHKV = {layer: S_NHKV.to(model.embed_tokens.weight.dtype) for layer, S_NHKV in state.kda_NHKV.items()}
     with torch.no_grad():
         prefill = model(TOKENS_T, PACKING, None, state, torch.arange(2))
         decode = model.decode(torch.tensor([7, 8]), state, torch.tensor([True, True]))

@@ -1,0 +1,10 @@
+"""Which type an accumulation runs in."""
+
+from __future__ import annotations
+
+import torch
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """The next wider type: float32 for bf16 and fp16, float64 for float32 (and for itself)."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
