@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.futures import PrefectFuture
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows.stages import Stages
 from infra.config import RunConfig
@@ -22,7 +24,7 @@ from tasks.report import report
 from tasks.stage import discard_torn_results
 
 # The control arms, the only tasks that run beside the loop, come one after the other: they have one core, it the other.
-ONE_AT_A_TIME = ThreadPoolTaskRunner(max_workers=1)
+ONE_AT_A_TIME = cast(TaskRunner[PrefectFuture[Any]], ThreadPoolTaskRunner(max_workers=1))
 
 
 @flow(
