@@ -14,7 +14,7 @@ from infra.stages.track import Tracked, tracking_uri
 
 
 def iteration_line(tracked: Tracked, steps: int) -> str:
-    """Reward of the rollouts, evaluation when there was one, health of the update, size of the publication."""
+    """Reward of the rollouts, health of the update, size of the publication; evaluation and decision when there was one."""
     m = tracked.metrics
     parts = [f"step {tracked.step:>3}/{steps}"]
     if "rollout/reward" in m:
@@ -24,12 +24,10 @@ def iteration_line(tracked: Tracked, steps: int) -> str:
     if "gspo/clip_fraction" in m:
         parts.append(f"clip {m['gspo/clip_fraction']:.1%}  drift {m['drift/abs_max']:.0e}")
     parts.append(f"{'delta' if 'publish/changed_fraction' in m else 'full'} {size(m['publish/bytes_payload'])}")
-    if "eval/reward" in m:
-        parts.append(
-            f"| eval {m['eval/reward']:.3f} ± {m['eval/reward_stderr']:.3f}  all-pass {m['eval/all_pass']:.2f}"
-            f"  {tracked.decision}"
-        )
-    return "  ".join(parts)
+    if "eval/reward" not in m:
+        return "  ".join(parts)
+    parts.append(f"| eval {m['eval/reward']:.3f} ± {m['eval/reward_stderr']:.3f}  all-pass {m['eval/all_pass']:.2f}")
+    return "  ".join(parts) + f"\n{'':12}{tracked.decision}"
 
 
 def closing_lines(summary: Mapping[str, Any], folder: str, commands: Mapping[str, str]) -> str:
