@@ -111,9 +111,11 @@ def kda_chunked(
 
     S = state_NHKV
     outputs = []
-    for c in range(L // C):
-        Ut = U[:, :, c] - W[:, :, c] @ S
-        outputs.append(q_decayed[:, :, c] @ S + qk[:, :, c] @ Ut)
-        S = decay_chunk[:, :, c] * S + k_to_end[:, :, c] @ Ut
+    # Unbound once: taken one by one, each chunk's backward would fill a whole tensor with zeros around it.
+    chunks = zip(*(x.unbind(2) for x in (W, U, q_decayed, qk, k_to_end, decay_chunk)), strict=True)
+    for W_c, U_c, q_c, qk_c, k_c, decay_c in chunks:
+        Ut = U_c - W_c @ S
+        outputs.append(q_c @ S + qk_c @ Ut)
+        S = decay_c * S + k_c @ Ut
     o_NHLV = torch.cat(outputs, 2)
     return o_NHLV.transpose(1, 2), S
