@@ -107,7 +107,7 @@ def train(
         return 0 if dry_run else 2
 
     _embed_prefect(cfg.root, cfg.run)
-    server = "its Prefect server starts first" if "PREFECT_API_URL" not in os.environ else os.environ["PREFECT_API_URL"]
+    server = os.environ.get("PREFECT_API_URL", "its Prefect server starts first")
     print(f"{cfg.run}: into {cfg.root.rstrip('/')}/{cfg.run} ({server})", flush=True)
     from flows.rl import run_training
 

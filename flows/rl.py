@@ -13,7 +13,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from flows.stages import Stages
 from infra.config import RunConfig
 from infra.console import bars, say
-from infra.launch import children_end_with_this
+from infra.launch import children_end_with_this, end_children_with_this_process
 from infra.stages.prepare import prepare_run
 from infra.stages.report import RunHistory
 from infra.stages.summary import closing_lines, ui_commands
@@ -39,6 +39,7 @@ def rl_training(cfg: RunConfig) -> str:
 
     The control arms run beside the loop. Returns the folder that holds the report.
     """
+    end_children_with_this_process("prefect.server")
     inputs = prepare(cfg)
     stages = Stages(cfg, inputs)
     trained = stages.warm_start()
