@@ -85,7 +85,8 @@ class Trajectory:
     tokens_T int32; loss_mask_T bool, true where the policy sampled the token;
     rollout_logprobs_T float32, 0 where not sampled; policy_step_T int32, -1 where not sampled;
     routed_experts_TLk, unsigned, chosen expert ids of each MoE layer when that token was the input,
-    the dtype's maximum where there is none (the last token was never an input).
+    the dtype's maximum where there is none (the last token was never an input); routed_layers names those layers in
+    order, as the checkpoint does, so that a replay cannot impose one layer's choice on another.
     deliverables: text of the files that the rubric grades, as they stood at the end.
     """
 
@@ -101,6 +102,7 @@ class Trajectory:
     stop_reason: StopReason
     num_turns: int
     num_tool_calls: int
+    routed_layers: tuple[str, ...] = ()
     deliverables: Mapping[str, str] = field(default_factory=dict)
     error: str | None = None
 

@@ -61,3 +61,8 @@ class K3Config:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         return tuple(i for i in range(self.num_hidden_layers) if self.is_moe(i))
+
+    @property
+    def routed_layers(self) -> tuple[str, ...]:
+        """Names of the MoE layers, in the order of recorded routes."""
+        return tuple(f"layers.{i}.block_sparse_moe" for i in self.moe_layers)

@@ -19,7 +19,8 @@ class Batch:
     """One micro-batch of N packed sequences, T tokens, M of them trained (sampled by the policy).
 
     target_M: index in 0..T-1 of each trained token; it is predicted at target_M - 1. seq_M its sequence.
-    rollout_logprobs_M, advantages_N as recorded; replay_TLk the recorded experts, -1 where there are none, or None.
+    rollout_logprobs_M, advantages_N as recorded; replay_TLk the recorded experts, -1 where there are none, or None;
+    routed_layers names its layers.
     order_N: place of each sequence in the list that the batch was made from.
     """
 
@@ -29,6 +30,7 @@ class Batch:
     rollout_logprobs_M: Tensor
     advantages_N: Tensor
     replay_TLk: Tensor | None
+    routed_layers: tuple[str, ...]
     order_N: tuple[int, ...]
     temperature: float
 
@@ -71,6 +73,7 @@ def make_batch(
         rollout_logprobs_M=torch.from_numpy(np.concatenate([t.rollout_logprobs_T for t in trajectories])[mask_T]),
         advantages_N=torch.tensor(advantages, dtype=torch.float32),
         replay_TLk=replay_TLk,
+        routed_layers=trajectories[0].routed_layers if router_replay else (),
         order_N=tuple(order),
         temperature=temperatures.pop(),
     )
@@ -112,11 +115,16 @@ def _check(t: Trajectory) -> None:
 
 
 def _check_routes(trajectories: Sequence[Trajectory]) -> None:
-    first = trajectories[0].routed_experts_TLk
+    first, routed_layers = trajectories[0].routed_experts_TLk, trajectories[0].routed_layers
     for t in trajectories:
         routes = t.routed_experts_TLk
         if routes.shape[1:] != first.shape[1:] or routes.dtype != first.dtype:
             raise ValueError(
                 f"prompt {t.prompt_id} sample {t.sample}: routed_experts_TLk is {routes.dtype} {routes.shape[1:]} a token,"
                 f" others of its batch are {first.dtype} {first.shape[1:]}: one engine must have made them all"
+            )
+        if t.routed_layers != routed_layers or len(routed_layers) != routes.shape[1]:
+            raise ValueError(
+                f"prompt {t.prompt_id} sample {t.sample}: routes of {routes.shape[1]} layers named {t.routed_layers},"
+                f" others of its batch {routed_layers}: each layer's routes need its name"
             )

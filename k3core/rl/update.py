@@ -41,6 +41,12 @@ def update_policy(
     assert kept
     minibatches = _minibatches(kept, cfg, seed)
     batches = [batch for minibatch in minibatches for batch in minibatch]
+    for batch in batches:
+        if batch.replay_TLk is not None and batch.routed_layers != trainer.model.cfg.routed_layers:
+            raise ValueError(
+                f"routes were recorded for {batch.routed_layers}, this model routes in {trainer.model.cfg.routed_layers}:"
+                " engine and trainer must have the same layers"
+            )
     # On the batches that are trained on: in others a logprob may differ in its last bits, and the ratio of the first
     # minibatch would not be exactly 1.
     old_logprobs = [_old_logprobs(trainer, batch) for batch in batches]

@@ -41,7 +41,7 @@ class Generation:
 
     logprobs_T are under the sampling distribution; policy_step_T is the version that drew each token.
     routed_experts_TLk covers the inputs [first_routed, first_routed + len): histories are fed once, so the routes
-    of all turns of a sequence lie end to end.
+    of all turns of a sequence lie end to end; routed_layers names the layers, in order.
     """
 
     tokens_T: np.ndarray
@@ -49,6 +49,7 @@ class Generation:
     policy_step_T: np.ndarray
     first_routed: int
     routed_experts_TLk: np.ndarray
+    routed_layers: tuple[str, ...]
     stop: Literal["end_of_turn", "max_tokens", "max_length"]
 
 
@@ -292,6 +293,7 @@ class K3Engine:
             policy_step_T=np.array(turn.steps, dtype=np.int32),
             first_routed=turn.first_routed,
             routed_experts_TLk=np.concatenate(turn.routes),
+            routed_layers=self.model.cfg.routed_layers,
             stop=stop,
         )
         if not turn.done.done():

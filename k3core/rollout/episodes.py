@@ -174,6 +174,7 @@ class _Recorder:
             stop_reason=stop,
             num_turns=len(self.generations),
             num_tool_calls=num_tool_calls,
+            routed_layers=self.generations[0][1].routed_layers if self.generations else (),
             deliverables=deliverables,
             error=error,
         )

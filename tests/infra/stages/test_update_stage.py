@@ -56,6 +56,7 @@ def trajectory(cfg: RunConfig, prompt: str, sample: int, seed: int) -> Trajector
         rollout_logprobs_T=np.where(mask_T, -6.0, 0.0).astype(np.float32),
         routed_experts_TLk=routes.astype(np.uint8),
         policy_step_T=np.where(mask_T, 0, -1).astype(np.int32),
+            routed_layers=cfg.model.routed_layers,
         sampling=SamplingParams(), stop_reason="finished", num_turns=1, num_tool_calls=1,
     )  # fmt: skip
 

@@ -55,6 +55,7 @@ def make_trajectory(cfg: K3Config) -> MakeTrajectory:
             rollout_logprobs_T=np.where(mask_T, rng.uniform(-6, -2, T), 0).astype(np.float32),
             routed_experts_TLk=routes_TLk,
             policy_step_T=np.where(mask_T, 0, -1).astype(np.int32),
+            routed_layers=cfg.routed_layers,
             sampling=sampling or SamplingParams(),
             stop_reason="finished",
             num_turns=2,

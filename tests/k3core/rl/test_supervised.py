@@ -47,6 +47,7 @@ class ScriptedEngine:
             np.zeros(n, np.int32),
             0,
             np.zeros((len(request.tokens) + n - 1, 1, 2), np.uint8),
+            ("layers.1.block_sparse_moe",),
             "end_of_turn",
         )
 

@@ -254,6 +254,7 @@ def test_what_our_engine_samples_at_a_temperature_is_what_the_trainer_computes(
             stop_reason="finished",
             num_turns=1,
             num_tool_calls=0,
+            routed_layers=generation.routed_layers,
         )
         kept.append(Advantaged(trajectory, advantage))
 
@@ -268,3 +269,16 @@ def test_what_our_engine_samples_at_a_temperature_is_what_the_trainer_computes(
         replace(item, trajectory=replace(item.trajectory, sampling=replace(sampling, temperature=1.4))) for item in kept
     ]
     assert metrics(misread)["drift/abs_max"] > 0.05
+
+
+def test_routes_of_another_models_layers_are_refused_by_name(cfg: K3Config, make_trajectory: MakeTrajectory) -> None:
+    shifted = tuple(f"layers.{i + 1}.block_sparse_moe" for i in cfg.moe_layers)
+    kept = [Advantaged(replace(make_trajectory(n), routed_layers=shifted), 1.0 - 2 * n) for n in range(2)]
+    with pytest.raises(ValueError, match=r"routes were recorded for .*layers\.2\.block_sparse_moe"):
+        update_policy(Trainer(cfg, OPTIM), kept, UpdateConfig(), GSPO, seed=0)
+
+
+def test_routes_without_layer_names_are_refused(cfg: K3Config, make_trajectory: MakeTrajectory) -> None:
+    kept = [Advantaged(replace(make_trajectory(n), routed_layers=()), 1.0 - 2 * n) for n in range(2)]
+    with pytest.raises(ValueError, match="each layer's routes need its name"):
+        update_policy(Trainer(cfg, OPTIM), kept, UpdateConfig(), GSPO, seed=0)

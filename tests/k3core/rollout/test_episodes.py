@@ -69,6 +69,7 @@ class ScriptedEngine:
             policy_step_T=np.full(len(tokens), self.policy_step, dtype=np.int32),
             first_routed=first,
             routed_experts_TLk=np.arange(first, end, dtype=np.uint16).reshape(-1, 1, 1),
+            routed_layers=("layers.1.block_sparse_moe",),
             stop="end_of_turn" if tokens[-1] == self.end_of_turn else "max_tokens",
         )
 
