@@ -13,6 +13,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from flows.stages import Stages
 from infra.config import RunConfig
 from infra.console import bars, say
+from infra.host import keep_freed_memory
 from infra.launch import children_end_with_this, end_children_with_this_process
 from infra.stages.prepare import prepare_run
 from infra.stages.report import RunHistory
@@ -56,6 +57,7 @@ def rl_training(cfg: RunConfig) -> str:
 
 def run_training(cfg: RunConfig) -> int:
     """The embedded default: the flow in this process, on a Prefect server that starts and ends with it."""
+    keep_freed_memory()
     for path in discard_torn_results():
         say(f"{path.name}: half written when the last try ended; its task runs again")
     inputs = prepare_run(cfg)  # here too, so that a config that does not fit its run is said before anything starts

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
+from infra.host import keep_freed_memory
 from infra.launch import run_job
 from infra.parts import Arm
 from infra.policies import publish
@@ -52,6 +53,7 @@ def record_name(label: str, sequences: int) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()
     job: dict[str, Any] = json.load(sys.stdin)
     inputs = TypeAdapter(Inputs).validate_python(job["inputs"])
     policy = TypeAdapter(PolicyVersion).validate_python(job["policy"])

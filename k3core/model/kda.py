@@ -14,7 +14,7 @@ from k3kernels.packing import Packing
 from k3kernels.rms_norm import gated_rms_norm
 from k3kernels.short_conv import short_conv
 
-CHUNK = 32
+CHUNK = 16
 
 
 class Conv1d(nn.Module):

@@ -167,8 +167,8 @@ def test_inactive_slots_keep_every_bit_through_a_decode_step(
     cfg: K3Config, random_model: RandomModel, tokens_T: Tensor
 ) -> None:
     model = random_model(cfg)
-    state = SlotState(cfg, 5, CHUNK)
-    prefill(model, state, [tokens_T[:3], tokens_T[:9], tokens_T[:CHUNK], tokens_T[:20]], [0, 1, 2, 3])
+    state = SlotState(cfg, 5, 24)
+    prefill(model, state, [tokens_T[:3], tokens_T[:9], tokens_T[:24], tokens_T[:20]], [0, 1, 2, 3])
     before = [tensor.clone() for tensor in (*tensors_of(state), state.length_N)]
     with torch.no_grad():
         model.decode(tokens_T[:5], state, torch.tensor([False, True, False, True, False]))
@@ -176,7 +176,7 @@ def test_inactive_slots_keep_every_bit_through_a_decode_step(
         for slot in (0, 2, 4):  # 2 is full: not even its last row may be written
             assert torch.equal(was[slot], now[slot])
         assert not torch.equal(was[1], now[1])
-    assert state.length_N.tolist() == [3, 10, CHUNK, 21, 0]
+    assert state.length_N.tolist() == [3, 10, 24, 21, 0]
 
 
 def test_a_full_slot_takes_no_further_token(k3: K3Config, random_model: RandomModel, tokens_T: Tensor) -> None:
