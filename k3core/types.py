@@ -102,9 +102,9 @@ class Trajectory:
     stop_reason: StopReason
     num_turns: int
     num_tool_calls: int
-    routed_layers: tuple[str, ...] = ()
     deliverables: Mapping[str, str] = field(default_factory=dict)
     error: str | None = None
+    routed_layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
