@@ -12,7 +12,7 @@ def keep_freed_memory() -> None:
     """Let glibc keep what is freed instead of giving it back to the kernel.
 
     A forward and backward pass allocates the same large tensors again and again; fetched anew each time, their pages
-    cost a tenth of the training time on a CPU. Elsewhere than on Linux nothing happens.
+    are filled with zeros by the kernel every time. Elsewhere than on Linux nothing happens.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
