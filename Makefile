@@ -18,7 +18,7 @@ setup: $(READY)
 # Once, and again when the requirements change.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	pip install --quiet -c constraints.txt -e '.[test]'
+	pip install --quiet -c constraints.txt -e '.[test,stack,kernels,bench]'
 	touch $@
 
 demo: setup
