@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from k3core.checkpoint.delta import TensorEntry, apply_delta
-from k3core.checkpoint.tensors import RawTensor, Weights, combine_sha256, from_safetensors, weights_sha256
+from k3core.checkpoint.delta import DeltaEntry, apply_delta
+from k3core.checkpoint.tensors import RawTensor, Weights, combine_digests, from_safetensors, weights_sha256
 from k3core.errors import IntegrityError
 from k3core.sealed import canonical_json, parse_canonical, seal, unseal
 from k3core.types import PolicyKind, Ref
 
-SCHEMA = 1
+SCHEMA = 2
 
 ReadBytes = Callable[[Ref], bytes]
 """Raises IntegrityError naming the uri when it is missing."""
@@ -45,7 +45,7 @@ class Manifest:
     payload: Ref
     full_size_bytes: int
     weights_sha256: str
-    entries: tuple[TensorEntry, ...]
+    entries: tuple[DeltaEntry, ...]
     tags: Mapping[str, str]
 
     def __post_init__(self) -> None:
@@ -66,7 +66,10 @@ class Manifest:
         content = unseal(document, file)
         schema = content.pop("schema", None)
         if schema != SCHEMA:
-            raise IntegrityError(f"{file}: expected manifest schema {SCHEMA}, found {schema}")
+            raise IntegrityError(
+                f"{file}: expected manifest schema {SCHEMA}, found {schema}: "
+                "publish the version again with this release, or read it with the release that wrote it"
+            )
         try:
             # Through JSON, since only there does strict mode take a list for a tuple.
             return _MANIFEST.validate_json(canonical_json(content))
@@ -87,7 +90,7 @@ def read_manifest(ref: Ref, read: ReadBytes) -> Manifest:
     return Manifest.from_json(parse_canonical(data, ref.uri), ref.uri)
 
 
-def reconstruct(manifest: Manifest, read: ReadBytes) -> dict[str, RawTensor]:
+def reconstruct(manifest: Manifest, read: ReadBytes, num_threads: int = 1) -> dict[str, RawTensor]:
     """The version's weights: back to the nearest full, then forward, every link verified.
 
     Raises IntegrityError naming the file that is missing or not what it must be.
@@ -103,17 +106,17 @@ def reconstruct(manifest: Manifest, read: ReadBytes) -> dict[str, RawTensor]:
         links.append(older)
     weights: dict[str, RawTensor] = {}
     for link in reversed(links):
-        weights = restore(link, weights, read)
+        weights = restore(link, weights, read, num_threads)
     return weights
 
 
-def restore(manifest: Manifest, parent: Weights, read: ReadBytes) -> dict[str, RawTensor]:
+def restore(manifest: Manifest, parent: Weights, read: ReadBytes, num_threads: int = 1) -> dict[str, RawTensor]:
     """One link: a delta applied to its parent's weights, or a whole version, which ignores them."""
     payload = read(manifest.payload)
     if manifest.kind == "delta":
-        weights = apply_delta(parent, manifest.entries, payload, manifest.payload.uri)
+        weights = apply_delta(parent, manifest.entries, payload, manifest.payload.uri, num_threads=num_threads)
         # Each result was just held against its entry's digest; hashing all weights again would tell nothing new.
-        found = combine_sha256({entry.name: entry.result_sha256 for entry in manifest.entries})
+        found = combine_digests(result_digests(manifest))
     else:
         weights = from_safetensors(payload, manifest.payload.uri)
         found = weights_sha256(weights)
@@ -122,3 +125,8 @@ def restore(manifest: Manifest, parent: Weights, read: ReadBytes) -> dict[str, R
             f"{manifest.payload.uri}: expected weights with sha256 {manifest.weights_sha256}, found {found}"
         )
     return weights
+
+
+def result_digests(manifest: Manifest) -> dict[str, str]:
+    """Of a delta: the `tensor_digest` of each tensor of the version. `encode_delta` takes them as its parent's."""
+    return {tensor.name: tensor.result_digest for entry in manifest.entries for tensor in entry.tensors}

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k3core.checkpoint.chain import Manifest, Parent, reconstruct, restore
+from k3core.checkpoint.chain import Manifest, Parent, reconstruct, restore, result_digests
 from k3core.checkpoint.delta import encode_delta
-from k3core.checkpoint.tensors import RawTensor, Weights, to_safetensors, weights_sha256
+from k3core.checkpoint.tensors import RawTensor, Weights, tensor_digest, to_safetensors, weights_sha256
 from k3core.errors import IntegrityError
 from k3core.sealed import canonical_json, seal, unseal
 from k3core.types import Ref
@@ -165,6 +165,15 @@ def test_a_base_with_other_weights_than_its_manifest_says_is_refused() -> None:
         reconstruct(base, files.read)
 
 
+def test_the_digests_of_a_delta_spare_hashing_the_parent_of_the_next() -> None:
+    first = chain(Files(), 2)[1]
+    known = result_digests(first)
+    assert known == {name: tensor_digest(name, tensor) for name, tensor in weights_at(1).items()}
+    assert encode_delta(weights_at(1), weights_at(2), parent_digests=known) == encode_delta(
+        weights_at(1), weights_at(2)
+    )
+
+
 def documents() -> list[dict[str, Any]]:
     return [unseal(manifest.to_json(), "m.json") for manifest in chain(Files(), 2)]
 
@@ -176,9 +185,9 @@ def altered_documents() -> list[Any]:
         pytest.param({**base, "payload": {**base["payload"], "extra": 1}}, "payload.extra", id="unknown key inside"),
         pytest.param({k: v for k, v in base.items() if k != "tags"}, "tags", id="missing key"),
         pytest.param(
-            {**delta_, "entries": [{k: v for k, v in delta_["entries"][0].items() if k != "shape"}]},
-            "shape",
-            id="inside",
+            {**delta_, "entries": [{k: v for k, v in delta_["entries"][0].items() if k != "offset"}]},
+            r"entries\.0\.offset",
+            id="missing key inside",
         ),
         pytest.param({**base, "step": "1"}, "step", id="another type"),
         pytest.param({**base, "kind": "patch"}, "kind", id="unknown kind"),
@@ -186,7 +195,8 @@ def altered_documents() -> list[Any]:
         pytest.param({**delta_, "kind": "base"}, "a base has no parent", id="base with parent"),
         pytest.param({**delta_, "step": 0}, "step 0 cannot follow step 0", id="its own parent"),
         pytest.param({**base, "entries": delta_["entries"]}, "a base has no entries", id="base with entries"),
-        pytest.param({**base, "schema": 2}, "expected manifest schema 1, found 2", id="newer schema"),
+        pytest.param({**base, "schema": 3}, "expected manifest schema 2, found 3", id="newer schema"),
+        pytest.param({**base, "schema": 1}, "schema 2, found 1: publish the version again", id="older schema"),
         pytest.param({k: v for k, v in base.items() if k != "schema"}, "found None", id="no schema"),
     ]
 

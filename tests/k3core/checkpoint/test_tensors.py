@@ -1,7 +1,10 @@
+import hashlib
+
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,8 +12,10 @@ from k3core.checkpoint.tensors import (
     TORCH_DTYPES,
     RawTensor,
     Weights,
+    combine_digests,
     from_safetensors,
     from_torch,
+    tensor_digest,
     to_safetensors,
     to_torch,
     weights_sha256,
@@ -94,6 +99,25 @@ def test_the_digest_covers_name_dtype_shape_and_bytes() -> None:
         {},
     ]
     assert len({weights_sha256(weights) for weights in versions}) == len(versions)
+
+
+def test_the_identity_is_the_sha256_of_a_canonical_document_of_the_blake3_of_each_tensor() -> None:
+    a, b = RawTensor("U8", (1,), b"a"), RawTensor("F32", (1, 1), b"bbbb")
+    digests = {
+        "x": blake3(b"('x', 'U8', (1,))" + b"a").hexdigest(),
+        "y": blake3(b"('y', 'F32', (1, 1))" + b"bbbb").hexdigest(),
+    }
+    assert {"x": tensor_digest("x", a), "y": tensor_digest("y", b)} == digests
+    document = f'{{"x":"{digests["x"]}","y":"{digests["y"]}"}}'
+    assert weights_sha256({"y": b, "x": a}) == combine_digests(digests) == hashlib.sha256(document.encode()).hexdigest()
+
+
+def test_read_only_memory_holds_a_tensor_as_bytes_do() -> None:
+    held = RawTensor("U8", (4,), memoryview(bytearray(b"abcd")).toreadonly())
+    owned = RawTensor("U8", (4,), b"abcd")
+    assert held == owned
+    assert tensor_digest("w", held) == tensor_digest("w", owned)
+    assert to_safetensors({"w": held}) == to_safetensors({"w": owned})
 
 
 def test_a_dtype_without_a_word_is_refused_by_name() -> None:
