@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.console import bars, say
+from infra.lineage import newest_step
 from infra.policies import read_version
 from infra.records import decode
 from infra.stages.context import Context, Inputs
@@ -93,11 +94,3 @@ def find_version(root: str, run: str, step: int | None) -> tuple[Inputs, PolicyV
         have = "no version yet" if newest is None else f"versions 0 to {newest}"
         raise ValueError(f"run {run!r} has no version {wanted}: it has {have}")
     return inputs, policy
-
-
-def newest_step(store: Store, run: str) -> int | None:
-    """By key: versions are published in order, without gaps."""
-    step = 0
-    while read_version(store, run, step) is not None:
-        step += 1
-    return step - 1 if step else None

@@ -70,7 +70,7 @@ def main() -> None:
     version, _ = publish(
         context.store, side_run, policy.step, from_torch(weights), None, 1, cfg.publish.zstd_level, {"arm": label}
     )
-    evaluate_in(context, version, "control", label, record_name(label, job["sequences"]))
+    evaluate_in(context, version, "control", label, record_name(label, job["sequences"]), start=policy)
 
 
 if __name__ == "__main__":

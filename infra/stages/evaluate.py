@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 
 from infra.parts import build_judge, eval_sampling, eval_suite
+from infra.provenance import engine_build, judge_version, prompts_and_rubric
 from infra.records import decode, encode
 from infra.stages.context import Context, Inputs, Progress, no_progress
 from infra.stages.record import read_record, stage_key
@@ -26,12 +28,25 @@ def evaluate_step(inputs: Inputs, root: str, policy: PolicyVersion, progress: Pr
 
 
 def evaluate_in(
-    context: Context, policy: PolicyVersion, stage: str, label: str, name: str, progress: Progress = no_progress
+    context: Context,
+    policy: PolicyVersion,
+    stage: str,
+    label: str,
+    name: str,
+    progress: Progress = no_progress,
+    start: PolicyVersion | None = None,
 ) -> Ref:
-    """The same under another stage's name and clock, for the control arms.
+    """The same under another stage's name and clock, for the control arms. start: the version that an arm went on from.
 
     Seeds name prompt and sample only: every version draws with the same random numbers, which steadies comparisons.
     """
+    read = {
+        "policy": policy.weights,
+        "tokenizer": context.inputs.tokenizer,
+        "start": None if start is None else start.weights,
+    }
+    if (done := context.done(policy.step, name, read)) is not None:
+        return done
     suite, store, run = eval_suite(context.cfg), context.store, context.cfg.run
     specs = [
         EpisodeSpec(prompt, sample, trajectory_seed("eval", prompt.id, sample))
@@ -45,7 +60,25 @@ def evaluate_in(
         "report": store.put(stage_key(run, policy.step, f"{name}.zst"), encode(report)),
         "trajectories": store.put(stage_key(run, policy.step, f"{name}-trajectories.zst"), encode(trajectories)),
     }
-    return context.record(stage, policy.step, outputs, eval_metrics(report), policy=policy, name=name)
+    return context.record(
+        stage,
+        policy.step,
+        outputs,
+        eval_metrics(report),
+        policy=policy,
+        name=name,
+        inputs=read,
+        provenance={
+            "label": label,
+            "policy": f"{policy.run}@{policy.step}",
+            "suite": {"name": suite.name, "sha256": suite.sha256, "samples": context.cfg.evaluate.samples},
+            "sampling": asdict(sampling),
+            "reward": asdict(context.cfg.reward),
+            "judges": [judge_version(build_judge(context.cfg))],
+            "engine": engine_build(context.pool.engine_at(policy, context.tokenizer())),
+            **prompts_and_rubric(suite.prompts),
+        },
+    )
 
 
 def read_report(store: Store, record: Ref) -> EvalReport:

@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 
 from infra.parts import build_environment, train_prompts, train_sampling
+from infra.provenance import engine_build, prompts_and_rubric
 from infra.records import encode
 from infra.stages.context import Context, Inputs, Progress, no_progress
 from infra.stages.record import stage_key
@@ -25,19 +27,39 @@ def rollout_step(
     A trajectory's seed names run seed, step, attempt, prompt and sample, so a retry samples the same ones again.
     """
     context = Context.open(inputs, root)
-    cfg = context.cfg
+    cfg, name = context.cfg, f"rollout-{attempt}"
+    read = {"policy": policy.weights, "tokenizer": inputs.tokenizer}
+    if (done := context.done(policy.step, name, read)) is not None:
+        return done
+    prompts = train_prompts(cfg, policy.step, attempt)
     specs = [
         EpisodeSpec(prompt, sample, trajectory_seed(cfg.seed, policy.step, attempt, prompt.id, sample))
-        for prompt in train_prompts(cfg, policy.step, attempt)
+        for prompt in prompts
         for sample in range(cfg.rollout.group_size)
     ]
     started = time.perf_counter()
     trajectories = run_episodes(context, policy, specs, train_sampling(cfg), progress)
     seconds = time.perf_counter() - started
-    name = f"trajectories-{attempt}" if attempt else "trajectories"
-    ref = context.store.put(stage_key(cfg.run, policy.step, f"{name}.zst"), encode(trajectories))
+    file = f"trajectories-{attempt}" if attempt else "trajectories"
+    ref = context.store.put(stage_key(cfg.run, policy.step, f"{file}.zst"), encode(trajectories))
     metrics = rollout_metrics(trajectories, seconds)
-    return context.record("rollout", policy.step, {"trajectories": ref}, metrics, name=f"rollout-{attempt}")
+    return context.record(
+        "rollout",
+        policy.step,
+        {"trajectories": ref},
+        metrics,
+        name=name,
+        inputs=read,
+        provenance={
+            "attempt": attempt,
+            "policy": f"{policy.run}@{policy.step}",
+            "sampling": asdict(train_sampling(cfg)),
+            "group_size": cfg.rollout.group_size,
+            "engine": engine_build(context.pool.engine_at(policy, context.tokenizer())),
+            "environment": {"name": cfg.environment.name, "sha256": build_environment(cfg).sha256},
+            **prompts_and_rubric(prompts),
+        },
+    )
 
 
 def run_episodes(

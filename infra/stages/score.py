@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import groupby
 
 import numpy as np
 
 from infra.parts import build_judge, train_prompts
+from infra.provenance import judge_version, prompts_and_rubric
 from infra.records import decode, encode
 from infra.stages.context import Context, Inputs
 from infra.stages.record import read_record, stage_key
@@ -20,6 +22,8 @@ def score_step(inputs: Inputs, root: str, rollout: Ref, attempt: int) -> Ref:
     context = Context.open(inputs, root)
     cfg = context.cfg
     step = read_record(context.store, rollout).step
+    if (done := context.done(step, f"score-{attempt}", {"rollout": rollout})) is not None:
+        return done
     source = read_record(context.store, rollout).outputs["trajectories"]
     trajectories = decode(context.store.get(source), tuple[Trajectory, ...], source.uri)
     prompts = {prompt.id: prompt for prompt in train_prompts(cfg, step, attempt)}
@@ -31,7 +35,20 @@ def score_step(inputs: Inputs, root: str, rollout: Ref, attempt: int) -> Ref:
         groups.append(ScoredGroup(prompt_id, group, scores))
     name = f"groups-{attempt}" if attempt else "groups"
     ref = context.store.put(stage_key(cfg.run, step, f"{name}.zst"), encode(groups))
-    return context.record("score", step, {"groups": ref}, score_metrics(groups), name=f"score-{attempt}")
+    return context.record(
+        "score",
+        step,
+        {"groups": ref},
+        score_metrics(groups),
+        name=f"score-{attempt}",
+        inputs={"rollout": rollout},
+        provenance={
+            "attempt": attempt,
+            "reward": asdict(reward),
+            "judges": [judge_version(judge)],
+            **prompts_and_rubric(list(prompts.values())),
+        },
+    )
 
 
 def score_metrics(groups: list[ScoredGroup]) -> dict[str, float]:

@@ -53,13 +53,14 @@ def closing_lines(summary: Mapping[str, Any], folder: str, commands: Mapping[str
 
 
 def ui_commands(cfg: RunConfig) -> dict[str, str]:
-    """How to open the two UIs on what the run wrote."""
+    """How to open the two UIs on what the run wrote. The shared embedded server ends with its last client."""
     bin_folder = Path(sys.executable).parent
     prefect, mlflow = _short(bin_folder / "prefect"), _short(bin_folder / "mlflow")
+    own_server = os.environ.get("PREFECT_API_URL") if "K3_EMBEDDED_SERVER" not in os.environ else None
     home = f"PREFECT_HOME={_short(Path(os.environ['PREFECT_HOME']))} " if "PREFECT_HOME" in os.environ else ""
-    quiet = "PREFECT_SERVER_ANALYTICS_ENABLED=false "
+    start = f"{home}PREFECT_SERVER_ANALYTICS_ENABLED=false {prefect} server start   # then http://127.0.0.1:4200/runs"
     return {
-        "Prefect": f"{home}{quiet}{prefect} server start   # then http://127.0.0.1:4200/runs",
+        "Prefect": f"{own_server.removesuffix('/api')}/runs" if own_server else start,
         "MLflow": f"{mlflow} ui --backend-store-uri {tracking_uri(cfg)}   # then http://127.0.0.1:5000",
     }
 

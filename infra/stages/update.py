@@ -9,8 +9,9 @@ from dataclasses import asdict
 import torch
 
 from infra.ledger import Ledger
+from infra.provenance import trainer_build
 from infra.records import decode
-from infra.stages.context import Context, Inputs
+from infra.stages.context import Context, Inputs, Progress, no_progress
 from infra.stages.record import read_record, stage_key
 from k3core.checkpoint.tensors import from_torch, to_safetensors, weights_sha256
 from k3core.rl.advantages import group_advantages
@@ -21,7 +22,14 @@ from k3core.rl.update import UpdateConfig, update_policy
 from k3core.types import PolicyVersion, Ref, ScoredGroup
 
 
-def update_step(inputs: Inputs, root: str, policy: PolicyVersion, score: Ref, optimizer: Ref | None) -> Ref:
+def update_step(
+    inputs: Inputs,
+    root: str,
+    policy: PolicyVersion,
+    score: Ref,
+    optimizer: Ref | None,
+    progress: Progress = no_progress,
+) -> Ref:
     """Record of step policy.step + 1 with outputs `weights` and `optimizer`.
 
     The ledger decides: an entry for this step and this batch means that it was applied, and its record is returned;
@@ -40,7 +48,7 @@ def update_step(inputs: Inputs, root: str, policy: PolicyVersion, score: Ref, op
     trainer = context.pool.trainer_at(policy, optimizer)
     context.pool.trainer_lost()  # until the step is recorded, the resident weights are no version
     first_drift = _drift_of_all(trainer, groups, cfg.train.update) if step == 1 else {}
-    result = update_policy(trainer, advantages.kept, cfg.train.update, cfg.gspo, seed=step)
+    result = update_policy(trainer, advantages.kept, cfg.train.update, cfg.gspo, seed=step, progress=progress)
     weights, state = trainer.save()
     raw = from_torch(weights)
     outputs = {
@@ -59,7 +67,16 @@ def update_step(inputs: Inputs, root: str, policy: PolicyVersion, score: Ref, op
     }
     notes = {"batch_sha256": digest, "vetoes": "; ".join(result.vetoes)}
     # A name of its own: of two tries at the same time, the slower must not overwrite what the ledger refers to.
-    record = context.record("update", step, outputs, metrics, notes=notes, name=f"update-{uuid.uuid4().hex[:8]}")
+    record = context.record(
+        "update",
+        step,
+        outputs,
+        metrics,
+        notes=notes,
+        name=f"update-{uuid.uuid4().hex[:8]}",
+        inputs={"score": score, "policy": policy.weights, "optimizer": optimizer},
+        provenance={"gspo": asdict(cfg.gspo), "train": asdict(cfg.train), "trainer": trainer_build(trainer)},
+    )
     entry = ledger.record(step, digest, {"record": asdict(record), "weights_sha256": weights_sha256(raw)})
     recorded = Ref(**entry["result"]["record"])
     if recorded == record:

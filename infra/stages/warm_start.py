@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
 from infra import policies
 from infra.parts import Arm, supervised_optim
 from infra.pool import load_tensors_ref
+from infra.provenance import trainer_build
 from infra.stages.context import Context, Inputs, Progress, no_progress
 from infra.store import Store
 from k3core.checkpoint.tensors import from_torch, to_safetensors, to_torch
@@ -64,7 +65,14 @@ def warm_start(inputs: Inputs, root: str, progress: Progress = no_progress) -> R
     loss = train_supervised(context, trainer, schedule, "warm_start", w.checkpoint_every, progress)
     weights, _ = trainer.save()
     ref = context.store.put(f"{cfg.run}/steps/000000/weights.safetensors", to_safetensors(from_torch(weights)))
-    return context.record("warm_start", 0, {"weights": ref}, {"warm_start/loss": loss})
+    return context.record(
+        "warm_start",
+        0,
+        {"weights": ref},
+        {"warm_start/loss": loss},
+        inputs={"tokenizer": inputs.tokenizer},
+        provenance={"warm_start": asdict(w), "trainer": trainer_build(trainer)},
+    )
 
 
 def continue_supervised(
