@@ -1,4 +1,4 @@
-# make setup | demo [SEED=1] | test | lint | clean
+# make setup | demo [SEED=1] | up | down | status | test | lint | clean
 PYTHON ?= python3
 SEED ?= 0
 RUN := demo$(if $(filter-out 0,$(SEED)),-seed$(SEED))
@@ -11,7 +11,7 @@ export DO_NOT_TRACK := true
 export MLFLOW_DISABLE_TELEMETRY := true
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo up down status test lint clean
 
 setup: $(READY)
 
@@ -23,6 +23,15 @@ $(READY): pyproject.toml constraints.txt
 
 demo: setup
 	k3 train infra/configs/tiny.toml run=$(RUN) seed=$(SEED)
+
+up: setup
+	k3 up
+
+down:
+	k3 down
+
+status:
+	k3 status
 
 lint: setup
 	ruff check
