@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from k3core.errors import RunError
@@ -36,46 +34,6 @@ def children_end_with_this() -> Iterator[None]:
         for child in list(_running):
             child.kill()
         raise
-
-
-# Waits until its stdin closes, which is when its parent is gone; then ends the process, if that is still the one.
-_WATCHDOG = """
-import os, pathlib, signal, sys
-pid, marker = int(sys.argv[1]), sys.argv[2]
-sys.stdin.buffer.read()
-try:
-    if marker in pathlib.Path(f"/proc/{pid}/cmdline").read_text():
-        os.kill(pid, signal.SIGTERM)
-except (FileNotFoundError, ProcessLookupError):
-    pass
-"""
-_watched: set[int] = set()
-
-
-def end_children_with_this_process(marker: str) -> None:
-    """Children that a library started, and would leave behind after kill -9 of this process, end with it (on Linux).
-
-    marker: what their command line contains. The watchdog is a process of its own, in a session of its own.
-    """
-    if sys.platform != "linux":
-        return
-    for pid in _children(marker) - _watched:
-        subprocess.Popen(
-            [sys.executable, "-S", "-c", _WATCHDOG, str(pid), marker], stdin=subprocess.PIPE, start_new_session=True
-        )
-        _watched.add(pid)
-
-
-def _children(marker: str) -> set[int]:
-    found: set[int] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if parent == os.getpid() and marker in (process / "cmdline").read_text():
-                found.add(int(process.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
-    return found
 
 
 def is_stopping() -> bool:

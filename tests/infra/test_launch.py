@@ -118,24 +118,3 @@ assert ends[1] == "job_under_test was not started: the run is ending", ends
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert wait_until_dead(int((tmp_path / "pid").read_text()))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_a_child_that_a_library_started_ends_with_this_process_too(tmp_path: Path, sent: signal.Signals) -> None:
-    script = f"""
-import pathlib, subprocess, sys, time
-from infra.launch import end_children_with_this_process
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "library.server"])
-end_children_with_this_process("library.server")
-pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(child.pid))
-time.sleep(600)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", script])
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-        time.sleep(0.05)
-    child = int((tmp_path / "pid").read_text())
-    assert alive(child)
-    parent.send_signal(sent)
-    parent.wait(timeout=30)
-    assert wait_until_dead(child)
