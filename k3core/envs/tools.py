@@ -175,9 +175,13 @@ def _path_matches(parts: list[str], patterns: list[str]) -> bool:
 
 
 def _grep(pattern: str, path: str, workspace: Workspace, limits: Limits) -> list[str]:
-    """Stops early once there is more than may be shown."""
+    """Stops early once there is more than may be shown.
+
+    The limit counts what this thread computes: a machine that stands still for seconds must not change what the policy
+    reads, and with it the run.
+    """
     compiled = _compile(pattern)
-    deadline = time.monotonic() + limits.tool_timeout_s
+    deadline = time.thread_time() + limits.tool_timeout_s
     hits: list[str] = []
     size_bytes = 0
     for hit in _search(compiled, path, workspace, deadline):
@@ -199,7 +203,7 @@ def _search(compiled: regex.Pattern[str], path: str, workspace: Workspace, deadl
                 raise
             continue  # a binary document among others is no error of the pattern's
         for line in _lines(text):
-            remaining_s = deadline - time.monotonic()
+            remaining_s = deadline - time.thread_time()
             try:
                 if remaining_s <= 0:
                     raise TimeoutError

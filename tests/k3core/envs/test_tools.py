@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -230,3 +231,13 @@ def test_binary_files_are_skipped_by_grep_and_refused_by_read(tmp_path: Any) -> 
     assert call(workspace, "read", path="a.docx") == "error: not a text file: a.docx"
     assert call(workspace, "grep", pattern="payment", path="a.docx") == "error: not a text file: a.docx"
     workspace.close()
+
+
+def test_a_machine_that_stands_still_changes_nothing_that_the_policy_reads(
+    shared: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = call(shared, "grep", pattern="payment")
+    hours = count(1)
+    monkeypatch.setattr(time, "monotonic", lambda: 3600.0 * next(hours))
+    monkeypatch.setattr(time, "time", lambda: 3600.0 * next(hours))
+    assert call(shared, "grep", pattern="payment") == expected
