@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from fsspec.core import url_to_fs
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -13,13 +12,15 @@ from rich.text import Text
 
 from infra.config import RunConfig
 from infra.config_doctor import num_parameters
+from infra.stages.prepare import find_inputs
+from infra.store import Store
 
 
 def under_a_free_name(cfg: RunConfig) -> RunConfig:
     """The config itself while its run has stored nothing, else with the first free name of run-2, run-3, ..."""
-    store, root = url_to_fs(cfg.root)
+    store = Store(cfg.root)
     names = itertools.chain([cfg.run], (f"{cfg.run}-{number}" for number in itertools.count(2)))
-    return dataclasses.replace(cfg, run=next(name for name in names if not store.exists(f"{root}/{name}")))
+    return dataclasses.replace(cfg, run=next(name for name in names if find_inputs(store, name) is None))
 
 
 def print_plan(cfg: RunConfig) -> None:

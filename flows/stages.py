@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
+from prefect import Task
 from prefect.futures import PrefectFuture
 
+from flows.gates import check_drift
 from infra.config import RunConfig
 from infra.console import say
 from infra.stages.context import Inputs
@@ -13,10 +16,12 @@ from infra.stages.record import StageRecord, read_record
 from infra.stages.summary import iteration_line
 from infra.stages.track import Tracked, tracking_uri
 from infra.store import Store
+from infra.task_settings import StageName
 from k3core.errors import RunError
 from k3core.types import PolicyVersion, Ref
 from tasks.control import control
 from tasks.evaluate import evaluate
+from tasks.pool import run_on_pool
 from tasks.publish import publish
 from tasks.rollout import rollout
 from tasks.score import score
@@ -56,14 +61,13 @@ class Stages:
     num_truncated: int = 0  # batches in a row
 
     def warm_start(self) -> Ref:
-        return configured(warm_start, self.cfg.tasks, self.cfg.tasks.timeout_s)(self.inputs, self.cfg.root)
+        return self._run(warm_start)
 
     def rollout_and_score(self, policy: PolicyVersion) -> tuple[Ref, Ref]:
         """Draws other prompts when no group of a batch has variance; gives up after MAX_ATTEMPTS (NothingToLearn)."""
-        tasks, root = self.cfg.tasks, self.cfg.root
         for attempt in range(MAX_ATTEMPTS):
-            rollouts: Ref = configured(rollout, tasks, tasks.timeout_s)(self.inputs, root, policy, attempt)
-            scores: Ref = configured(score, tasks, tasks.timeout_s)(self.inputs, root, rollouts, attempt)
+            rollouts = self._run(rollout, policy=policy, attempt=attempt)
+            scores = self._run(score, rollout=rollouts, attempt=attempt)
             self._check_truncation(self._record(rollouts))
             counts = self._record(scores).metrics
             if counts["groups/kept"] > 0:
@@ -76,9 +80,7 @@ class Stages:
         )
 
     def update(self, policy: PolicyVersion, scores: Ref, optimizer: Ref | None) -> Ref:
-        trained: Ref = configured(update, self.cfg.tasks, self.cfg.tasks.timeout_s)(
-            self.inputs, self.cfg.root, policy, scores, optimizer
-        )
+        trained = self._run(update, policy=policy, score=scores, optimizer=optimizer)
         record = self._record(trained)
         self.num_vetoed = self.num_vetoed + 1 if record.notes["vetoes"] else 0
         if record.notes["vetoes"]:
@@ -90,12 +92,11 @@ class Stages:
                 f"{self.num_vetoed} updates in a row had a minibatch refused ({record.notes['vetoes']}):"
                 " lower train.learning_rate or train.grad_clip"
             )
+        check_drift(record, self.cfg.gates.max_drift, self.cfg.gates.approval_timeout_s)
         return trained
 
     def publish(self, trained: Ref, parent: PolicyVersion | None) -> Ref:
-        published: Ref = configured(publish, self.cfg.tasks, self.cfg.tasks.timeout_s)(
-            self.inputs, self.cfg.root, trained, parent
-        )
+        published = self._run(publish, trained=trained, parent=parent, engines=self.cfg.pools.engines)
         version = self.policy(published)
         unchanged = parent is not None and parent.weights_sha256 == version.weights_sha256 and not self.num_vetoed
         self.num_unchanged = self.num_unchanged + 1 if unchanged else 0
@@ -108,22 +109,25 @@ class Stages:
 
     def evaluate(self, policy: PolicyVersion) -> Ref | None:
         """None when it is not this step's turn."""
-        if policy.step % self.cfg.evaluate.every != 0 and policy.step != self.cfg.steps:
-            return None
-        evaluated: Ref = configured(evaluate, self.cfg.tasks, self.cfg.tasks.timeout_s)(
-            self.inputs, self.cfg.root, policy
-        )
-        return evaluated
+        return self._run(evaluate, policy=policy) if self.is_evaluated(policy.step) else None
+
+    def is_evaluated(self, step: int) -> bool:
+        return step % self.cfg.evaluate.every == 0 or step == self.cfg.steps
 
     def control(self, policy: PolicyVersion, label: str) -> PrefectFuture[Ref]:
         """Starts beside the loop; the arm's process uses another core."""
-        cfg = self.cfg
-        task = configured(control, cfg.tasks)  # its process has the time-out: Prefect cannot interrupt a thread
-        return task.submit(self.inputs, cfg.root, policy, label, cfg.control.sequences, cfg.tasks.timeout_s)
+        task, arguments = self._task(
+            control,
+            policy=policy,
+            label=label,
+            sequences=self.cfg.control.sequences,
+            timeout_s=self.cfg.tasks.of("control").timeout_s,
+        )
+        return task.submit(**arguments)
 
     def track(self, records: tuple[Ref, ...], evaluation: Ref | None) -> Tracked:
         cfg = self.cfg
-        tracked: Tracked = configured(track, cfg.tasks, cfg.tasks.timeout_s)(
+        tracked: Tracked = configured(track, cfg.tasks.of("track"))(
             self.inputs, cfg.root, tracking_uri(cfg), cfg.tracking, records, evaluation, cfg.evaluate.confidence
         )
         say(iteration_line(tracked, cfg.steps))
@@ -136,6 +140,21 @@ class Stages:
 
     def output(self, record: Ref, name: str) -> Ref:
         return self._record(record).outputs[name]
+
+    def _run(self, stage: Task[..., Ref], **arguments: Any) -> Ref:
+        task, arguments = self._task(stage, **arguments)
+        return task(**arguments)
+
+    def _task(self, stage: Task[..., Ref], **arguments: Any) -> tuple[Task[..., Ref], dict[str, Any]]:
+        """The stage's own task where the flow is, or one that starts the stage's flow on its work pool."""
+        name = cast(StageName, stage.name)
+        patience, pool = self.cfg.tasks.of(name), self.cfg.pools.of(name)
+        arguments = {"inputs": self.inputs, "root": self.cfg.root, **arguments}
+        if pool is None:
+            # A control arm's process has the time-out: Prefect cannot interrupt a thread.
+            return configured(stage, patience, watches_itself=name == "control"), arguments
+        remote = {"run": self.cfg.run, "stage": name, "pool": pool, "arguments": arguments, "patience": patience}
+        return configured(run_on_pool, patience, watches_itself=True), remote
 
     def _check_truncation(self, rollouts: StageRecord) -> None:
         share = rollouts.metrics["rollout/truncated_fraction"]

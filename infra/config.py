@@ -15,6 +15,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 
 from infra.config_errors import explain
 from infra.config_rules import Problem, contradictions
+from infra.task_settings import StageName
+from infra.task_settings import TasksConfig as TasksConfig
 from k3core.envs.environment import Limits
 from k3core.model.config import K3Config
 from k3core.model.lora import LoraConfig
@@ -48,23 +50,25 @@ class ConfigError(ValueError):
 class TokenizerConfig:
     """corpus_prompts: how many of the environment's prompts the byte-pair merges are learnt from."""
 
-    vocab_size: Annotated[int, Field(ge=300)] = 512
-    corpus_prompts: Count = 400
+    vocab_size: Annotated[int, Field(ge=300, description="byte-pair merges and special tokens together")] = 512
+    corpus_prompts: Annotated[
+        Count, Field(description="prompts of the environment that the merges are learnt from")
+    ] = 400
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentConfig:
     """path: a checkout of the LAB benchmark, for name "lab" only. The others are k3core.envs.environment.Limits."""
 
-    name: Literal["contracts", "lab"] = "contracts"
-    path: str | None = None
-    max_turns: Count = 6
-    max_turn_tokens: Count = 96
-    max_tokens: Count = 512
-    max_output_bytes: Count = 1500
-    tool_timeout_s: Positive = 2.0
-    max_calls_per_turn: Count = 4
-    episode_timeout_s: Positive = 600.0
+    name: Annotated[Literal["contracts", "lab"], Field(description="what the agent works in")] = "contracts"
+    path: Annotated[str | None, Field(description="a checkout of the LAB benchmark, for lab only")] = None
+    max_turns: Annotated[Count, Field(description="exchanges of one episode")] = 6
+    max_turn_tokens: Annotated[Count, Field(description="tokens sampled in one turn")] = 96
+    max_tokens: Annotated[Count, Field(description="tokens of an episode's whole history")] = 512
+    max_output_bytes: Annotated[Count, Field(description="bytes of one tool's output; the rest is cut")] = 1500
+    tool_timeout_s: Annotated[Positive, Field(description="seconds that one tool call may take")] = 2.0
+    max_calls_per_turn: Annotated[Count, Field(description="tool calls in one turn")] = 4
+    episode_timeout_s: Annotated[Positive, Field(description="seconds that one episode may take")] = 600.0
 
     @property
     def limits(self) -> Limits:
@@ -82,27 +86,33 @@ class WarmStartConfig:
     over the expert steps; the mixture, and the control arms after it, train at mixture_learning_rate.
     """
 
-    init: str | None = None
-    seed: Natural = 0
-    steps: Natural = 380
-    expert_steps: Natural = 280
-    rows: Count = 8
-    learning_rate: Positive = 4e-3
-    mixture_learning_rate: Positive = 1e-3
-    expert_share: Fraction = 0.14
-    checkpoint_every: Count = 100
+    init: Annotated[str | None, Field(description="a released checkpoint to start from")] = None
+    seed: Annotated[
+        Natural, Field(description="of the starting policy; the run's own seed is for everything after it")
+    ] = 0
+    steps: Annotated[Natural, Field(description="supervised steps in all")] = 380
+    expert_steps: Annotated[Natural, Field(description="of these, the first, on flawless demonstrations alone")] = 280
+    rows: Annotated[Count, Field(description="packed rows of one step")] = 8
+    learning_rate: Annotated[Positive, Field(description="highest of the cosine over the expert steps")] = 4e-3
+    mixture_learning_rate: Annotated[Positive, Field(description="after the expert steps, and in the control arms")] = (
+        1e-3
+    )
+    expert_share: Annotated[Fraction, Field(description="share of flawless demonstrations after the expert steps")] = (
+        0.14
+    )
+    checkpoint_every: Annotated[Count, Field(description="steps between checkpoints to go on from")] = 100
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
     """max_running: sequences that decode together in the engine."""
 
-    prompts_per_step: Count = 16
-    group_size: Count = 8
-    max_running: Count = 128
-    temperature: Positive = 1.0
-    top_p: TopP = 1.0
-    top_k: Natural = 0
+    prompts_per_step: Annotated[Count, Field(description="prompts of one step")] = 16
+    group_size: Annotated[Count, Field(description="trajectories of one prompt")] = 8
+    max_running: Annotated[Count, Field(description="sequences that decode together in the engine")] = 128
+    temperature: Annotated[Positive, Field(description="of the sampling; the trainer divides by it too")] = 1.0
+    top_p: Annotated[TopP, Field(description="training needs the whole distribution: 1")] = 1.0
+    top_k: Annotated[Natural, Field(description="training needs the whole distribution: 0, which is off")] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,20 +122,25 @@ class TrainConfig:
     normalize_std: advantages are divided by their group's standard deviation.
     """
 
-    mode: Literal["full", "lora"] = "full"
-    learning_rate: Positive = 5e-4
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.0
-    grad_clip: Positive = 1.0
-    normalize_std: bool = True
-    minibatches: Count = 2
-    microbatch_rows: Count = 16
-    router_replay: bool = True
-    lora_rank: Count = 16
-    lora_alpha: Positive = 32.0
-    lora_targets: Annotated[tuple[str, ...], Field(min_length=1)] = (
+    mode: Annotated[Literal["full", "lora"], Field(description="all weights, or a LoRA adapter")] = "full"
+    learning_rate: Annotated[Positive, Field(description="of AdamW")] = 5e-4
+    beta1: Annotated[float, Field(ge=0, lt=1, description="of AdamW")] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1, description="of AdamW")] = 0.95
+    eps: Annotated[Positive, Field(description="of AdamW")] = 1e-8
+    weight_decay: Annotated[NonNegative, Field(description="of AdamW, decoupled")] = 0.0
+    grad_clip: Annotated[Positive, Field(description="global gradient norm")] = 1.0
+    normalize_std: Annotated[bool, Field(description="advantages in units of their group's standard deviation")] = True
+    minibatches: Annotated[Count, Field(description="optimizer steps of one update")] = 2
+    microbatch_rows: Annotated[Count, Field(description="sequences in one forward and backward pass")] = 16
+    router_replay: Annotated[bool, Field(description="the trainer uses the experts that the engine chose")] = True
+    lora_rank: Annotated[Count, Field(description="mode lora only")] = 16
+    lora_alpha: Annotated[
+        Positive, Field(description="mode lora only: the adapter's output is scaled by alpha / rank")
+    ] = 32.0
+    lora_targets: Annotated[
+        tuple[str, ...],
+        Field(min_length=1, description="mode lora only: projections that get an adapter"),
+    ] = (
         "q_proj",
         "k_proj",
         "v_proj",
@@ -136,7 +151,7 @@ class TrainConfig:
         "kv_a_proj_with_mqa",
         "kv_b_proj",
     )
-    max_vetoes: Count = 3
+    max_vetoes: Annotated[Count, Field(description="updates in a row with a refused minibatch that end the run")] = 3
 
     @property
     def optim(self) -> OptimConfig:
@@ -156,21 +171,30 @@ class TrainConfig:
 class PublishConfig:
     """full_every: steps between whole bases; the versions between them are deltas."""
 
-    full_every: Count = 10
-    zstd_level: Annotated[int, Field(ge=1, le=22)] = 3
+    full_every: Annotated[Count, Field(description="steps between whole bases; versions between them are deltas")] = 10
+    zstd_level: Annotated[int, Field(ge=1, le=22, description="of the payload's compression")] = 1
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluateConfig:
-    """confidence: of the paired interval between two versions. One prompt alone has no standard error."""
+    """confidence: of the paired interval between two versions. One prompt alone has no standard error.
 
-    every: Count = 5
-    prompts: Annotated[int, Field(ge=2)] = 50
-    samples: Count = 4
-    temperature: Positive = 1.0
-    top_p: TopP = 1.0
-    top_k: Natural = 0
-    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    between: versions that are not this step's turn are evaluated too, beside the run, by the automation that the event
+    `k3.policy.published` triggers (work pools only).
+    """
+
+    every: Annotated[
+        Count, Field(description="steps between evaluations; the first and the last version are always evaluated")
+    ] = 5
+    between: Annotated[bool, Field(description="evaluate the other versions too, beside the run (work pools only)")] = (
+        False
+    )
+    prompts: Annotated[int, Field(ge=2, description="of the frozen suite")] = 50
+    samples: Annotated[Count, Field(description="trajectories of one prompt")] = 4
+    temperature: Annotated[Positive, Field(description="of the sampling")] = 1.0
+    top_p: Annotated[TopP, Field(description="of the sampling")] = 1.0
+    top_k: Annotated[Natural, Field(description="of the sampling; 0 is off")] = 0
+    confidence: Annotated[float, Field(gt=0.5, lt=1, description="of the paired interval between two versions")] = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +204,9 @@ class ControlConfig:
     expert_only: besides it, an arm that trains on as many flawless ones alone.
     """
 
-    enabled: bool = True
-    sequences: Count = 2560
-    expert_only: bool = True
+    enabled: Annotated[bool, Field(description="train arms on demonstrations alone, beside the loop")] = True
+    sequences: Annotated[Count, Field(description="demonstrations that an arm sees")] = 2560
+    expert_only: Annotated[bool, Field(description="a second arm, on flawless demonstrations alone")] = True
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -195,18 +219,65 @@ class ControlConfig:
 class TrackingConfig:
     """mlflow_uri None: an SQLite file below root."""
 
-    mlflow_uri: str | None = None
-    experiment: Annotated[str, Field(min_length=1)] = "k3rl"
-    model_name: Annotated[str, Field(min_length=1)] = "policy"
+    mlflow_uri: Annotated[
+        str | None, Field(description="tracking server; none: the environment's, else an SQLite file below root")
+    ] = None
+    experiment: Annotated[str, Field(min_length=1, description="MLflow experiment of the run")] = "k3rl"
+    model_name: Annotated[str, Field(min_length=1, description="registered model whose versions the policies are")] = (
+        "policy"
+    )
+    tags: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^[\w.\-/]+=.+$")], ...],
+        Field(description="key=value, of the run and of its versions: what belongs together is found by them"),
+    ] = ()
+    traces_per_evaluation: Annotated[
+        Natural, Field(description="episodes that MLflow keeps as traces: best, worst, median, truncated, broken, ...")
+    ] = 8
 
 
 @dataclass(frozen=True, slots=True)
-class TasksConfig:
-    """How Prefect retries a stage."""
+class PoolsConfig:
+    """Which work pool runs a kind of stage; none: the process that runs the flow, which is the embedded default.
 
-    retries: Natural = 2
-    retry_delay_s: NonNegative = 1.0
-    timeout_s: Positive = 3600.0
+    The stage's flow is deployed there under the pool's name (infra/prefect.yaml). The control arms, the warm start,
+    updates and publications are `train`; rollouts and evaluations `rollout`; scores `cpu`.
+    engines: the addresses of all engines that must acknowledge a version before it counts as served.
+    """
+
+    cpu: Annotated[str | None, Field(description="work pool of score")] = None
+    rollout: Annotated[str | None, Field(description="work pool of rollout and evaluate")] = None
+    train: Annotated[str | None, Field(description="work pool of warm_start, update, publish and control")] = None
+    engines: Annotated[tuple[str, ...], Field(description="URLs of the engines that serve the policy")] = ()
+
+    def of(self, stage: StageName) -> str | None:
+        return getattr(self, POOL_OF[stage], None)
+
+
+POOL_OF: dict[StageName, str] = {
+    "warm_start": "train",
+    "rollout": "rollout",
+    "score": "cpu",
+    "update": "train",
+    "publish": "train",
+    "evaluate": "rollout",
+    "control": "train",
+    "track": "",  # where the flow is
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GatesConfig:
+    """What stops a run until a person has looked, where there is a Prefect server to wait at; else it ends the run."""
+
+    max_drift: Annotated[
+        Positive | None, Field(description="largest |logprob difference| of engine and trainer, nat; above it: stop")
+    ] = None
+    approve_promotion: Annotated[
+        bool, Field(description="a person approves before a version becomes the champion; needs a Prefect server")
+    ] = False
+    approval_timeout_s: Annotated[
+        Positive, Field(description="seconds to wait for the person; after them the champion stays")
+    ] = 86400.0
 
 
 @with_config(ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
@@ -214,23 +285,52 @@ class TasksConfig:
 class RunConfig:
     """Everything a run depends on. `root` is where it is stored: a folder, file://, memory:// or s3://."""
 
-    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "tiny"
-    seed: Natural = 0
-    root: Annotated[str, Field(min_length=1)] = "runs"
-    steps: Count = 20
-    model: K3Config = field(default_factory=K3Config)
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    gspo: GspoConfig = field(default_factory=GspoConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    publish: PublishConfig = field(default_factory=PublishConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    control: ControlConfig = field(default_factory=ControlConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    tasks: TasksConfig = field(default_factory=TasksConfig)
+    run: Annotated[
+        str,
+        Field(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name; a run of the same name goes on where it ended"
+        ),
+    ] = "tiny"
+    seed: Annotated[Natural, Field(description="of the data, the sampling and the order of training")] = 0
+    root: Annotated[str, Field(min_length=1, description="where runs are stored: a folder or s3://bucket/prefix")] = (
+        "runs"
+    )
+    steps: Annotated[Count, Field(description="updates; each makes one policy version")] = 20
+    model: Annotated[K3Config, Field(description="architecture, in the field names of the released config.json")] = (
+        field(default_factory=K3Config)
+    )
+    tokenizer: Annotated[TokenizerConfig, Field(description="learnt from the environment's prompts")] = field(
+        default_factory=TokenizerConfig
+    )
+    environment: Annotated[
+        EnvironmentConfig, Field(description="what the agent works in, and the limits of an episode")
+    ] = field(default_factory=EnvironmentConfig)
+    warm_start: Annotated[
+        WarmStartConfig, Field(description="supervised steps that give the run a policy that earns some reward")
+    ] = field(default_factory=WarmStartConfig)
+    rollout: Annotated[RolloutConfig, Field(description="how trajectories are sampled")] = field(
+        default_factory=RolloutConfig
+    )
+    train: Annotated[TrainConfig, Field(description="optimizer, batches, LoRA")] = field(default_factory=TrainConfig)
+    gspo: Annotated[GspoConfig, Field(description="the loss")] = field(default_factory=GspoConfig)
+    reward: Annotated[RewardConfig, Field(description="from criteria to one number")] = field(
+        default_factory=RewardConfig
+    )
+    publish: Annotated[PublishConfig, Field(description="bases and deltas")] = field(default_factory=PublishConfig)
+    evaluate: Annotated[EvaluateConfig, Field(description="the frozen suite, and when")] = field(
+        default_factory=EvaluateConfig
+    )
+    control: Annotated[ControlConfig, Field(description="arms without reinforcement learning")] = field(
+        default_factory=ControlConfig
+    )
+    tracking: Annotated[TrackingConfig, Field(description="MLflow")] = field(default_factory=TrackingConfig)
+    tasks: Annotated[TasksConfig, Field(description="retries and time-outs, by stage")] = field(
+        default_factory=TasksConfig
+    )
+    pools: Annotated[PoolsConfig, Field(description="which work pool runs which stage")] = field(
+        default_factory=PoolsConfig
+    )
+    gates: Annotated[GatesConfig, Field(description="what waits for a person")] = field(default_factory=GatesConfig)
 
 
 _ADAPTER = TypeAdapter(RunConfig)
@@ -264,12 +364,22 @@ def parse(text: str, name: str, overrides: Sequence[str] = ()) -> RunConfig:
         _set(data, key.split("."), value)
 
     problems = list(malformed)
-    for keys, message in _problems(data):
+    for keys, message in _problems(data, _written(data)):
         from_command_line = any(_overlap(key, change) for key in keys for change in changes)
         problems.append(message if from_command_line else f"{name}: {message}")
     if problems:
         raise ConfigError(problems)
     return _build(data)
+
+
+def from_tree(settings: RunConfig | Mapping[str, Any]) -> RunConfig:
+    """A config that came as JSON, as a form sends it: with every default written out. Raises ConfigError."""
+    if isinstance(settings, RunConfig):
+        return settings
+    problems = [message for _, message in _problems(settings, ())]
+    if problems:
+        raise ConfigError(problems)
+    return _build(settings)
 
 
 def dump(cfg: RunConfig) -> str:
@@ -356,7 +466,7 @@ def _nones(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _problems(data: Mapping[str, Any]) -> Iterator[Problem]:
+def _problems(data: Mapping[str, Any], written: Collection[str]) -> Iterator[Problem]:
     """Faulty settings fall back to their defaults, so that contradictions among the others are found as well."""
     faulty: set[str] = set()
     try:
@@ -366,7 +476,7 @@ def _problems(data: Mapping[str, Any]) -> Iterator[Problem]:
             faulty.add(_dotted(detail["loc"][:2]))
             yield (_dotted(detail["loc"]),), explain(detail, _known_keys())
         cfg = _build(_without(data, faulty))
-    for keys, message in contradictions(cfg, _written(data)):
+    for keys, message in contradictions(cfg, written):
         if faulty.isdisjoint(keys) and faulty.isdisjoint(key.split(".")[0] for key in keys):
             yield keys, message
 

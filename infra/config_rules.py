@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:  # infra.config calls these rules
     from infra.config import RunConfig
 
 SCHEMES = ("file", "memory", "s3")
+TRACKING_URI = "MLFLOW_TRACKING_URI"
+API_URL = "PREFECT_API_URL"
 
 # Between two sound implementations of one model a token's log-probability differs by about this much (nat).
 TOKEN_NOISE = 0.04
@@ -31,11 +34,13 @@ def contradictions(cfg: RunConfig, written: Collection[str]) -> Iterator[Problem
     scheme, separator, _ = cfg.root.partition("://")
     if separator and scheme not in SCHEMES:
         yield ("root",), f"root: must be a folder or one of file://, memory://, s3://, got {json.dumps(cfg.root)}"
-    elif separator and scheme != "file" and cfg.tracking.mlflow_uri is None:
+    elif separator and scheme != "file" and cfg.tracking.mlflow_uri is None and not os.environ.get(TRACKING_URI):
         yield (
             ("root", "tracking.mlflow_uri"),
-            f"root {cfg.root} and tracking.mlflow_uri none: no SQLite file can lie there; set tracking.mlflow_uri",
+            f"root {cfg.root} and tracking.mlflow_uri none: no SQLite file can lie there; set tracking.mlflow_uri, "
+            f"or {TRACKING_URI} in the environment",
         )
+    yield from _pool_problems(cfg)
     if cfg.tokenizer.vocab_size > cfg.model.vocab_size:
         yield (
             ("tokenizer.vocab_size", "model.vocab_size"),
@@ -132,6 +137,27 @@ def warnings(cfg: RunConfig) -> tuple[str, ...]:
             " so far evaluates criteria with a `check`, so tasks without one are not graded"
         )
     return tuple(found)
+
+
+def _pool_problems(cfg: RunConfig) -> Iterator[Problem]:
+    pools = {f"pools.{kind}": getattr(cfg.pools, kind) for kind in ("cpu", "rollout", "train")}
+    named = [key for key, pool in pools.items() if pool is not None]
+    if named and cfg.root.startswith("memory://"):
+        yield (*named, "root"), f"{named[0]} {pools[named[0]]} and root {cfg.root}: other processes cannot read it"
+    if not named and cfg.evaluate.between:
+        yield (
+            ("evaluate.between", "pools.rollout"),
+            "evaluate.between true and pools none: only an automation of a Prefect server evaluates between the turns;"
+            " name the work pools, or lower evaluate.every",
+        )
+    if cfg.gates.approve_promotion and not named and not os.environ.get(API_URL):
+        yield (
+            ("gates.approve_promotion",),
+            f"gates.approve_promotion true and no Prefect server: nobody could approve; set {API_URL}",
+        )
+    for url in cfg.pools.engines:
+        if not url.startswith(("http://", "https://")):
+            yield ("pools.engines",), f"pools.engines: expected http:// addresses, got {json.dumps(url)}"
 
 
 def _model_problems(model: K3Config) -> Iterator[Problem]:

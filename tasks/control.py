@@ -5,8 +5,8 @@ from __future__ import annotations
 from prefect import task
 
 from infra.console import stage_bar
-from infra.stages.context import Inputs
-from infra.stages.control import control_arm
+from infra.resident.stages import run_stage
+from infra.stages.inputs import Inputs
 from k3core.types import PolicyVersion, Ref
 from tasks.stage import CACHE
 
@@ -15,4 +15,13 @@ from tasks.stage import CACHE
 def control(inputs: Inputs, root: str, policy: PolicyVersion, label: str, sequences: int, timeout_s: float) -> Ref:
     """timeout_s ends the arm's process; Prefect cannot interrupt the thread that waits for it."""
     with stage_bar(f"{label} arm") as progress:
-        return control_arm(inputs, root, policy, label, sequences, timeout_s, progress)
+        return run_stage(
+            "control",
+            progress,
+            inputs=inputs,
+            root=root,
+            policy=policy,
+            label=label,
+            sequences=sequences,
+            timeout_s=timeout_s,
+        )

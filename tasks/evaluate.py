@@ -5,8 +5,8 @@ from __future__ import annotations
 from prefect import task
 
 from infra.console import stage_bar
-from infra.stages.context import Inputs
-from infra.stages.evaluate import evaluate_step
+from infra.resident.stages import run_stage
+from infra.stages.inputs import Inputs
 from k3core.types import PolicyVersion, Ref
 from tasks.stage import CACHE
 
@@ -14,4 +14,4 @@ from tasks.stage import CACHE
 @task(name="evaluate", task_run_name="evaluate-{policy.step}", cache_policy=CACHE, persist_result=True)
 def evaluate(inputs: Inputs, root: str, policy: PolicyVersion) -> Ref:
     with stage_bar(f"evaluate step {policy.step}") as progress:
-        return evaluate_step(inputs, root, policy, progress)
+        return run_stage("evaluate", progress, inputs=inputs, root=root, policy=policy)

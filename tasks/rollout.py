@@ -5,8 +5,8 @@ from __future__ import annotations
 from prefect import task
 
 from infra.console import stage_bar
-from infra.stages.context import Inputs
-from infra.stages.rollout import rollout_step
+from infra.resident.stages import run_stage
+from infra.stages.inputs import Inputs
 from k3core.types import PolicyVersion, Ref
 from tasks.stage import CACHE
 
@@ -15,4 +15,4 @@ from tasks.stage import CACHE
 def rollout(inputs: Inputs, root: str, policy: PolicyVersion, attempt: int) -> Ref:
     """attempt: another draw of prompts, after a batch that had nothing to learn from."""
     with stage_bar(f"step {policy.step + 1}: rollout") as progress:
-        return rollout_step(inputs, root, policy, attempt, progress)
+        return run_stage("rollout", progress, inputs=inputs, root=root, policy=policy, attempt=attempt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -11,9 +12,9 @@ from prefect.cache_policies import INPUTS, TASK_SOURCE
 from prefect.client.schemas.objects import TaskRun
 from prefect.settings import get_current_settings
 
-from infra.config import TasksConfig
 from infra.console import say
 from infra.launch import ChildFailed, is_stopping
+from infra.task_settings import Patience
 from k3core.errors import IntegrityError, RunError
 
 P = ParamSpec("P")
@@ -23,12 +24,12 @@ R = TypeVar("R")
 CACHE = INPUTS + TASK_SOURCE
 
 
-def configured(task: Task[P, R], cfg: TasksConfig, timeout_s: float | None = None) -> Task[P, R]:
-    """The task with the run's retries and, unless it watches its own, time-out."""
+def configured(task: Task[P, R], patience: Patience, *, watches_itself: bool = False) -> Task[P, R]:
+    """The task with its stage's retries and, unless what it starts has the time-out, time-out."""
     return task.with_options(
-        retries=cfg.retries,
-        retry_delay_seconds=cfg.retry_delay_s,
-        timeout_seconds=timeout_s,
+        retries=patience.retries,
+        retry_delay_seconds=patience.retry_delay_s,
+        timeout_seconds=None if watches_itself else patience.timeout_s,
         retry_condition_fn=worth_retrying,
     )
 
@@ -45,16 +46,23 @@ def worth_retrying(task: Task[..., Any], run: TaskRun, state: State[Any]) -> boo
     return True
 
 
-def discard_torn_results() -> list[Path]:
+def discard_torn_results(still_writing_s: float = 1.0) -> list[Path]:
     """Delete the result files that a killed process left half written, so that their tasks run again.
 
-    Prefect writes them in place, and would fail for ever on one that does not parse.
+    Prefect writes them in place, and would fail for ever on one that does not parse. One that changes within
+    `still_writing_s` is being written by another process that works on the run, and stays.
     """
     folder = Path(get_current_settings().results.local_storage_path)
-    torn = [path for path in sorted(folder.glob("*")) if path.is_file() and not _is_whole(path)]
-    for path in torn:
-        path.unlink()
-    return torn
+    torn = {
+        path: path.stat().st_mtime_ns for path in sorted(folder.glob("*")) if path.is_file() and not _is_whole(path)
+    }
+    if not torn:
+        return []
+    time.sleep(still_writing_s)
+    left = [path for path, changed in torn.items() if path.exists() and path.stat().st_mtime_ns == changed]
+    for path in left:
+        path.unlink(missing_ok=True)
+    return left
 
 
 def _is_whole(path: Path) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import numpy as np
 import torch
@@ -35,9 +36,17 @@ class UpdateResult:
 
 
 def update_policy(
-    trainer: Trainer, kept: Sequence[Advantaged], cfg: UpdateConfig, gspo: GspoConfig, seed: int
+    trainer: Trainer,
+    kept: Sequence[Advantaged],
+    cfg: UpdateConfig,
+    gspo: GspoConfig,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
 ) -> UpdateResult:
-    """Every kept trajectory is trained on once. The minibatches are a seeded shuffle, so a retry repeats them exactly."""
+    """Every kept trajectory is trained on once. The minibatches are a seeded shuffle, so a retry repeats them exactly.
+
+    progress(done, of) is called after each pass over a micro-batch; what it raises ends the update.
+    """
     assert kept
     minibatches = _minibatches(kept, cfg, seed)
     batches = [batch for minibatch in minibatches for batch in minibatch]
@@ -49,7 +58,12 @@ def update_policy(
             )
     # On the batches that are trained on: in others a logprob may differ in its last bits, and the ratio of the first
     # minibatch would not be exactly 1.
-    old_logprobs = [_old_logprobs(trainer, batch) for batch in batches]
+    passes = count(1)
+    old_logprobs: list[Tensor] = []
+    for batch in batches:
+        old_logprobs.append(_old_logprobs(trainer, batch))
+        if progress is not None:
+            progress(next(passes), 2 * len(batches))
     metrics = drift(torch.cat(old_logprobs).numpy(), torch.cat([batch.rollout_logprobs_M for batch in batches]).numpy())
     metrics |= _route_metrics(batches)
 
@@ -71,6 +85,8 @@ def update_policy(
             for name, value in part.items():
                 join = np.maximum if name == "ratio_max" else np.add  # both keep a NaN
                 totals[name] = float(join(totals.get(name, 0.0), float(value)))
+            if progress is not None:
+                progress(next(passes), 2 * len(batches))
         result = trainer.optim_step()
         if result.applied:
             grad_norms.append(result.grad_norm)

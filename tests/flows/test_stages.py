@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import flows.gates
 import flows.stages
+from flows.gates import DriftTooLarge, check_drift
 from flows.stages import MostlyTruncated, NothingToLearn, PolicyStandsStill, Stages, TooManyVetoes
-from infra.config import RunConfig, load
+from infra.config import PoolsConfig, RunConfig, TasksConfig, load
 from infra.stages.context import Inputs
 from infra.stages.record import StageRecord, write_record
 from infra.store import Store
+from infra.task_settings import Patience
 from k3core.types import PolicyVersion, Ref
 
 NOWHERE = Ref("file:///nowhere", "0" * 64, 0)
@@ -36,8 +40,8 @@ def script(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, It
     store = Store(cfg.root)
     scripts: dict[str, list[Ref]] = {}
 
-    def configured(task: Any, *_: Any) -> Callable[..., Ref]:
-        return lambda *_args: scripts[task.name].pop(0)
+    def configured(task: Any, *_: Any, **__: Any) -> Callable[..., Ref]:
+        return lambda **_arguments: scripts[task.name].pop(0)
 
     monkeypatch.setattr(flows.stages, "configured", configured)
 
@@ -144,3 +148,39 @@ def test_evaluation_takes_place_first_every_so_often_and_last(cfg: RunConfig, sc
     script("evaluate", [record("evaluate")] * 8)
     run = stages(cfg)
     assert [step for step in range(8) if run.evaluate(version(step, "a")) is not None] == [0, 3, 6, 7]
+
+
+def test_a_stage_runs_where_the_flow_is_unless_its_pool_is_named(cfg: RunConfig) -> None:
+    here, arguments = stages(cfg)._task(flows.stages.rollout, policy=version(0, "a"), attempt=0)
+    assert here.name == "rollout"
+    assert arguments["root"] == cfg.root
+
+    on_pools = replace(cfg, pools=PoolsConfig(rollout="gpu-rollout"), tasks=TasksConfig(rollout_retries=7))
+    there, remote = stages(on_pools)._task(flows.stages.rollout, policy=version(0, "a"), attempt=0)
+    assert there.name == "stage_on_pool"
+    assert (remote["stage"], remote["pool"]) == ("rollout", "gpu-rollout")
+    assert there.retries == 7
+    assert there.timeout_seconds is None, "its flow run has the time-out, and may have to wait for a slot"
+    still_here, _ = stages(on_pools)._task(flows.stages.update, policy=version(0, "a"), score=NOWHERE, optimizer=None)
+    assert still_here.name == "update"
+
+
+def test_each_stage_has_its_own_retries_and_time_out_and_else_the_common_ones() -> None:
+    tasks = TasksConfig(retries=1, timeout_s=10.0, update_timeout_s=99.0)
+    assert tasks.of("update") == Patience(1, 1.0, 99.0)
+    assert tasks.of("score") == Patience(1, 1.0, 10.0)
+
+
+def test_drift_over_its_bound_ends_a_run_that_nobody_can_answer_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setattr(flows.gates, "emit_event", lambda event, **_: said.append(event))
+    monkeypatch.setattr(flows.gates, "create_markdown_artifact", lambda text, **_: said.append(text))
+    measured = record("update", 3, metrics={"drift/abs_max": 2e-3})
+    check_drift(measured, None, 1.0)
+    check_drift(measured, 3e-3, 1.0)
+    assert said == []
+    with pytest.raises(DriftTooLarge, match=r"step 3: .* 2\.00e-03 nat .* gates\.max_drift 1\.00e-03"):
+        check_drift(measured, 1e-3, 1.0)
+    assert said[0] == "k3.drift.breached"
+    assert "gates.max_drift" in said[1]
