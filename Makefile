@@ -1,4 +1,4 @@
-# make setup | demo [SEED=1] | up | down | status | test | lint | clean
+# make setup | demo [SEED=1] | up | down | status | chaos | test | lint | clean
 PYTHON ?= python3
 SEED ?= 0
 RUN := demo$(if $(filter-out 0,$(SEED)),-seed$(SEED))
@@ -11,7 +11,7 @@ export DO_NOT_TRACK := true
 export MLFLOW_DISABLE_TELEMETRY := true
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo up down status test lint clean
+.PHONY: setup demo up down status chaos test lint clean
 
 setup: $(READY)
 
@@ -41,6 +41,10 @@ lint: setup
 
 test: lint
 	pytest
+
+# Whole runs on real servers under random faults; about 40 minutes on two cores.
+chaos: setup
+	k3 chaos --faults 60 --out .k3-chaos.json
 
 clean:
 	rm -rf build *.egg-info .*_cache .hypothesis

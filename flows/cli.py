@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows.up import add_commands
 from k3core.errors import IntegrityError, RunError
 
 if TYPE_CHECKING:
@@ -25,11 +26,13 @@ PACKAGES = ("flows", "tasks", "infra", "k3core", "k3kernels")
 # Of what runs below a command; a value that is already set wins.
 ENVIRONMENT = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # 25 s on two idle cores; Prefect waits for 20
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "OMP_NUM_THREADS": "1",  # the tiny model is slower with two threads than with one
 }
+
+# Short runs, so that many can be disturbed; what a lost process costs is tried again more often than usual.
+CHAOS_DEFAULTS = ("steps=3", "control.enabled=false", "evaluate.every=3", "warm_start.steps=60", "tasks.retries=4")
 
 # The base class of usage errors, which typer does not export; it has the members of this one that are used here.
 USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
@@ -42,6 +45,9 @@ app = typer.Typer(
 )
 delta = typer.Typer(help="Published versions: check, measure and rebuild them.", rich_markup_mode=None)
 app.add_typer(delta, name="delta")
+bench = typer.Typer(help="Measure on this machine, into JSON files.", rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+add_commands(app)
 
 Config = Annotated[
     str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped config: tiny, smoke, ...")
@@ -52,6 +58,9 @@ Overrides = Annotated[
 Version = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="A version; the run's newest without a step.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 Root = Annotated[str, typer.Option(help="Where runs are stored: a folder, file:// or s3://.")]
+Versions = Annotated[list[str], typer.Argument(metavar="RUN@STEP... [KEY=VALUE...]", help="Steps, and new settings.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="The same, as an option.")]
+NewName = Annotated[str | None, typer.Option("--as", metavar="NAME", help="Of the new run; else RUN-rescore-1, ...")]
 Steps = Annotated[str | None, typer.Option(metavar="STEP|FIRST-LAST", help="Which versions; all when left out.")]
 
 
@@ -106,12 +115,65 @@ def train(
     if dry_run or obstacles:
         return 0 if dry_run else 2
 
-    _embed_prefect(cfg.root, cfg.run)
-    server = os.environ.get("PREFECT_API_URL", "its Prefect server starts first")
-    print(f"{cfg.run}: into {cfg.root.rstrip('/')}/{cfg.run} ({server})", flush=True)
+    _embed_prefect(cfg.root, cfg.run, alone=True)
+    print(f"{cfg.run}: into {cfg.root.rstrip('/')}/{cfg.run}", flush=True)
     from flows.rl import run_training
 
     return run_training(cfg)
+
+
+@app.command()
+def submit(config: Config, overrides: Overrides = None) -> int:
+    """Start the run on the work pools of PREFECT_API_URL; the same command continues it."""
+    if not os.environ.get("PREFECT_API_URL"):
+        raise typer.BadParameter(
+            "no server: `make up` starts one, `k3 env` prints its address.", param_hint="PREFECT_API_URL"
+        )
+    cfg = _load(config, overrides)
+    from flows.submit import run_submit
+
+    return run_submit(cfg)
+
+
+@app.command()
+def chaos(
+    config: Config = "smoke",
+    overrides: Overrides = None,
+    faults: Annotated[int, typer.Option(min=0, help="How many, of all kinds in turn.")] = 60,
+    per_run: Annotated[int, typer.Option(min=1, help="Faults that happen to one run.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the kinds, targets and times.")] = 0,
+    folder: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="For servers and runs.")] = Path(".k3-chaos"),
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="A JSON file with all that happened.")] = None,
+) -> int:
+    """Run whole tiny runs on real servers under random faults, and check that nothing is lost or done twice."""
+    from flows.chaos.world import client_environment, prepare
+
+    cfg = _load(config, [*CHAOS_DEFAULTS, *(overrides or ())])
+    world = prepare(folder.absolute())
+    os.environ.update(client_environment(world))
+    from flows.chaos.run import run_chaos
+
+    return run_chaos(world, cfg, faults, per_run, seed, out)
+
+
+@app.command()
+def sweep(
+    config: Config,
+    overrides: Overrides = None,
+    grid: Annotated[list[str] | None, typer.Option(metavar="KEY=A,B,...", help="What varies; may be repeated.")] = None,
+    parallel: Annotated[int | None, typer.Option(min=1, help="Runs at a time; 1 here, all on work pools.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Of the sweep; else the config's run.")] = None,
+) -> int:
+    """Train a config at every point of a grid of settings; show which did best. The same command continues it."""
+    from infra.config_rules import warnings
+    from infra.sweep import parse_grid, points
+
+    made = points(config, overrides or (), parse_grid(grid or ()), name)
+    for line in dict.fromkeys(line for point in made for line in warnings(point.cfg)):
+        print(f"warning: {line}", file=sys.stderr)
+    from flows.sweep import run_sweep
+
+    return run_sweep(config, made, parallel)
 
 
 @app.command("eval")
@@ -147,6 +209,43 @@ def compare(
     from flows.compare import run_compare
 
     return run_compare(root, *versions, confidence)
+
+
+@app.command()
+def explain(
+    version: Version,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    depth: Annotated[int, typer.Option(min=0, help="How many versions to show in full.")] = 3,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Read every file and compare its digest.")] = True,
+    root: Root = "runs",
+) -> int:
+    """Show what a version comes from, down to the warm start, and whether all of it is still there."""
+    run, step = _version(version, "VERSION")
+    from flows.explain import run_explain
+
+    return run_explain(root, run, step, depth, check, as_json)
+
+
+@app.command()
+def rescore(words: Versions, settings: Settings = None, name: NewName = None, root: Root = "runs") -> int:
+    """Grade stored trajectories again with other rewards, as a run of its own; show what changed."""
+    versions, changes = _versions(words, settings)
+    _embed_prefect(root, versions[-1][0])
+    from flows.redo import run_rescore
+
+    return run_rescore(root, versions, changes, name)
+
+
+@app.command()
+def retrain(words: Versions, settings: Settings = None, name: NewName = None, root: Root = "runs") -> int:
+    """Do one update again from its stored trajectories with other settings, as a run of its own; compare the two."""
+    versions, changes = _versions(words, settings)
+    if len(versions) > 1:
+        raise typer.BadParameter(f"one version at a time, got {len(versions)}.", param_hint="RUN@STEP")
+    _embed_prefect(root, versions[0][0])
+    from flows.redo import run_retrain
+
+    return run_retrain(root, *versions[0], changes, name)
 
 
 @app.command()
@@ -186,11 +285,64 @@ def delta_verify(run: Run, root: Root = "runs", steps: Steps = None) -> int:
 
 
 @delta.command("stats")
-def delta_stats(run: Run, root: Root = "runs", steps: Steps = None) -> int:
-    """Show the size of each version, and how much of the weights changed."""
+def delta_stats(
+    run: Run,
+    root: Root = "runs",
+    steps: Steps = None,
+    floor: Annotated[bool, typer.Option("--floor", help="Also the entropy of each delta; loads the weights.")] = False,
+) -> int:
+    """Show the size of each version, what rebuilds it, and how much of the weights changed."""
     from flows.delta import print_stats
 
-    return print_stats(root, run, _range(steps))
+    return print_stats(root, run, _range(steps), floor)
+
+
+@delta.command("diff")
+def delta_diff(
+    run: Run,
+    a: Annotated[int, typer.Argument(metavar="A", min=0, help="A step.")],
+    b: Annotated[int, typer.Argument(metavar="B", min=0, help="Another.")],
+    root: Root = "runs",
+    top: Annotated[int, typer.Option(min=1, help="How many tensors to show.")] = 20,
+) -> int:
+    """Compare two versions tensor by tensor, the largest difference first."""
+    from flows.delta import print_difference
+
+    return print_difference(root, run, a, b, top)
+
+
+@delta.command("compact")
+def delta_compact(
+    run: Run,
+    step: Annotated[int | None, typer.Argument(metavar="[STEP]", min=0, help="The served one when left out.")] = None,
+    root: Root = "runs",
+) -> int:
+    """Write a whole copy of a version that is a delta, so that nothing before it is needed. It stays what it was."""
+    from flows.delta import compact
+
+    return compact(root, run, step)
+
+
+@delta.command("gc")
+def delta_gc(
+    run: Run,
+    root: Root = "runs",
+    keep_last: Annotated[int, typer.Option(min=1, help="How many of the newest versions stay in any case.")] = 2,
+    keep_step: Annotated[list[int] | None, typer.Option(help="A further version that stays; may be repeated.")] = None,
+    trajectories: Annotated[
+        bool, typer.Option("--trajectories", help="Those of finished steps go too: the scored groups hold them.")
+    ] = False,
+    mlflow: Annotated[
+        str | None, typer.Option(metavar="URI", help="Whose champion and candidate stay; 'none' without MLflow.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it, only show what may go.")] = False,
+) -> int:
+    """Delete the files that no version in use needs."""
+    from flows.collect import collect_garbage
+    from infra.gc import Keep
+
+    keep = Keep(last=keep_last, steps=frozenset(keep_step or ()), trajectories=not trajectories)
+    return collect_garbage(root, run, keep, mlflow, yes)
 
 
 @delta.command("reconstruct")
@@ -206,6 +358,32 @@ def delta_reconstruct(
     if not out.parent.is_dir():
         raise typer.BadParameter(f"{out.parent} is not a folder.", param_hint="--out")
     return reconstruct(root, run, step, out)
+
+
+@bench.command("delta")
+def bench_delta(
+    run: Annotated[str | None, typer.Option(metavar="RUN", help="Sizes: the published versions of this run.")] = None,
+    root: Root = "runs",
+    dtype: Annotated[str, typer.Option(metavar="bf16|stored", help="What engines are sent.")] = "bf16",
+    full_every: Annotated[int, typer.Option(min=1, help="Steps from one whole version to the next.")] = 25,
+    synthetic: Annotated[
+        float | None, typer.Option(metavar="GIB", min=0.001, help="Speed on one core instead.")
+    ] = None,
+    lr: Annotated[float, typer.Option(min=0.0, help="Of the synthetic update.")] = 1e-6,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each timing.")] = 7,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For the JSON and the plot.")] = Path("bench"),
+) -> int:
+    """What deltas take: their size on a real run, or their speed on synthetic weights."""
+    if (run is None) == (synthetic is None):
+        raise typer.BadParameter("give one of them.", param_hint="--run, --synthetic")
+    if run is not None:
+        from flows.bench_delta import measure_run
+
+        return measure_run(root, run, dtype, full_every, out)
+    from flows.bench_delta_speed import measure_speed
+
+    assert synthetic is not None
+    return measure_speed(synthetic, lr, repeats, out)
 
 
 def _is_for_a_person(error: ValueError) -> bool:
@@ -228,18 +406,42 @@ def _load(config: str, overrides: list[str] | None) -> RunConfig:
     return cfg
 
 
-def _embed_prefect(root: str, run: str) -> None:
-    """Prefect's database and results lie beside the runs, unless the user's environment says where they are.
+def _embed_prefect(root: str, run: str, *, alone: bool = False) -> None:
+    """A Prefect server for this process: the user's own, or the one that all who work beside the same runs share.
 
-    Must come before Prefect is imported, which reads its settings once.
+    Its database and the tasks' results lie beside the runs, unless the user's environment says where they are.
+    alone: raise ValueError when another process trains this run now. Must come before Prefect reads its settings.
     """
+    from rich.console import Console
+
+    from infra.embedded import join
+    from infra.run_lock import hold_run
     from infra.store import Store
 
-    home = Store(root).local_path(".prefect") or Path.home() / ".k3rl" / "prefect"
-    os.environ.setdefault("PREFECT_HOME", str(home))
-    Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # its server opens a database there
+    home = Path(os.environ.get("PREFECT_HOME") or Store(root).local_path(".prefect") or "~/.k3rl/prefect").expanduser()
+    os.environ["PREFECT_HOME"] = str(home)
+    if alone:
+        hold_run(root, run, home)
     os.environ.setdefault("PREFECT_LOCAL_STORAGE_PATH", str(home / "results" / run))
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")  # errors are said once, by us, where they end a run
+
+    from prefect.context import refresh_global_settings_context
+    from prefect.settings import get_current_settings
+
+    if get_current_settings().api.url is not None:
+        return
+    server = join(home)
+    os.environ["PREFECT_API_URL"], os.environ["K3_EMBEDDED_SERVER"] = server.api_url, "1"
+    refresh_global_settings_context()
+    print(f"Prefect: {server.ui_url}/runs, as long as a command runs here", flush=True)
+    with Console(stderr=True).status("the Prefect server starts"):
+        import flows.stages  # noqa: F401  # torch and MLflow, while the server starts
+
+        server.wait_until_ready()
+    if alone:
+        from flows.abandoned import crash_abandoned
+
+        crash_abandoned(root, run)
 
 
 def _print_finding(finding: Finding) -> None:
@@ -254,6 +456,14 @@ def _version(text: str, argument: str) -> tuple[str, int | None]:
     if not run or (at and not step.isdecimal()):
         raise typer.BadParameter(f"expected RUN@STEP or RUN, got {text!r}.", param_hint=argument)
     return run, int(step) if at else None
+
+
+def _versions(words: list[str], settings: list[str] | None) -> tuple[list[tuple[str, int | None]], list[str]]:
+    """Versions and settings may stand in any order: `smoke@2 reward.all_pass_weight=0.5`."""
+    versions = [_version(word, "RUN@STEP") for word in words if "=" not in word]
+    if not versions:
+        raise typer.BadParameter("name a version.", param_hint="RUN@STEP")
+    return versions, [word for word in words if "=" in word] + (settings or [])
 
 
 def _range(text: str | None) -> range | None:

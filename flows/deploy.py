@@ -11,7 +11,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefect.automations import Automation
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -63,7 +63,7 @@ def automation(client: SyncPrefectClient) -> Automation:
         description="Event k3.policy.published with k3.evaluated_by=automation starts evaluate/gpu-rollout.",
         trigger=EventTrigger(
             expect={"k3.policy.published"},
-            match={"k3.evaluated_by": "automation"},  # type: ignore[arg-type]
+            match={"k3.evaluated_by": "automation"},
             posture=Posture.Reactive,
             threshold=1,
         ),
@@ -72,6 +72,7 @@ def automation(client: SyncPrefectClient) -> Automation:
                 source="selected",
                 deployment_id=evaluate.id,
                 parameters={name: _from_payload(name) for name in ("inputs", "root", "policy")},
+                job_variables=None,
             )
         ],
     )
@@ -84,7 +85,7 @@ def _from_payload(name: str) -> dict[str, Any]:
 
 def publish_automation(wanted: Automation) -> None:
     try:
-        wanted.id = Automation.read(name=wanted.name).id
+        wanted.id = cast(Automation, Automation.read(name=wanted.name)).id
     except (ObjectNotFound, ValueError):
         wanted.create()
     else:

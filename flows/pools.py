@@ -27,7 +27,7 @@ def warm_start_flow(inputs: Inputs, root: str, patience: Patience = ONCE) -> Ref
         return configured(warm_start, patience)(inputs, root)
 
 
-@flow(name="rollout", flow_run_name="rollout-{policy.run}-{policy.step}", persist_result=True)
+@flow(name="rollout", persist_result=True)
 def rollout_flow(inputs: Inputs, root: str, policy: PolicyVersion, attempt: int = 0, patience: Patience = ONCE) -> Ref:
     with beating():
         return configured(rollout, patience)(inputs, root, policy, attempt)
@@ -39,7 +39,7 @@ def score_flow(inputs: Inputs, root: str, rollout: Ref, attempt: int = 0, patien
         return configured(score, patience)(inputs, root, rollout, attempt)
 
 
-@flow(name="update", flow_run_name="update-{policy.run}-{policy.step}", persist_result=True)
+@flow(name="update", persist_result=True)
 def update_flow(
     inputs: Inputs,
     root: str,
@@ -65,13 +65,13 @@ def publish_flow(
         return configured(publish, patience)(inputs, root, trained, parent, engines)
 
 
-@flow(name="evaluate", flow_run_name="evaluate-{policy.run}-{policy.step}", persist_result=True)
+@flow(name="evaluate", persist_result=True)
 def evaluate_flow(inputs: Inputs, root: str, policy: PolicyVersion, patience: Patience = ONCE) -> Ref:
     with beating():
         return configured(evaluate, patience)(inputs, root, policy)
 
 
-@flow(name="control", flow_run_name="{label}-{policy.run}", persist_result=True)
+@flow(name="control", persist_result=True)
 def control_flow(
     inputs: Inputs,
     root: str,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from prefect import Task
 from prefect.futures import PrefectFuture
 
-from flows.gates import check_drift
+from flows.gates import ask, check_drift
 from infra.config import RunConfig
 from infra.console import say
 from infra.stages.context import Inputs
@@ -26,7 +26,7 @@ from tasks.publish import publish
 from tasks.rollout import rollout
 from tasks.score import score
 from tasks.stage import configured
-from tasks.track import track
+from tasks.track import promote, track
 from tasks.update import update
 from tasks.warm_start import warm_start
 
@@ -126,11 +126,17 @@ class Stages:
         return task.submit(**arguments)
 
     def track(self, records: tuple[Ref, ...], evaluation: Ref | None) -> Tracked:
-        cfg = self.cfg
-        tracked: Tracked = configured(track, cfg.tasks.of("track"))(
-            self.inputs, cfg.root, tracking_uri(cfg), cfg.tracking, records, evaluation, cfg.evaluate.confidence
+        """Waits for a person's approval before a version becomes the champion, where the run asks for that."""
+        cfg, gates = self.cfg, self.cfg.gates
+        where = (self.inputs, cfg.root, tracking_uri(cfg), cfg.tracking)
+        patience = cfg.tasks.of("track")
+        tracked: Tracked = configured(track, patience)(
+            *where, records, evaluation, cfg.evaluate.confidence, gates.approve_promotion
         )
         say(iteration_line(tracked, cfg.steps))
+        if tracked.proposal and ask(f"promote-{tracked.step}", tracked.proposal, gates.approval_timeout_s):
+            champion = configured(promote, patience)(*where, tracked.step)
+            return replace(tracked, champion=champion, decision=f"{tracked.proposal}; approved")
         return tracked
 
     def policy(self, published: Ref) -> PolicyVersion:

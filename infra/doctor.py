@@ -17,6 +17,8 @@ from types import MappingProxyType, ModuleType
 
 from packaging.requirements import Requirement
 
+from k3core.errors import RunError
+
 DISTRIBUTION = "k3rl"
 PYTHON = (3, 11)
 SQLITE = (3, 24, 0)  # Prefect's own bound
@@ -55,11 +57,13 @@ def local_folder(root: str) -> Path | None:
 
 
 def check_root(root: str, needed_bytes: int) -> Iterator[Finding]:
-    """Whether `root` can be written and holds `needed_bytes`. Creates nothing; asks no object store."""
+    """Whether `root` can be written, safely by several at once, and holds `needed_bytes`. Leaves nothing there."""
     folder = local_folder(root)
     if folder is None:
-        lost = root.startswith("memory://")
-        yield Finding("root", True, True, f"{root}: {'lost when the process ends' if lost else 'not contacted'}")
+        if root.startswith("memory://"):
+            yield Finding("root", True, True, f"{root}: lost when the process ends")
+        else:
+            yield _object_store(root)
         return
     nearest = folder.absolute()
     while not nearest.exists():
@@ -79,6 +83,15 @@ def check_root(root: str, needed_bytes: int) -> Iterator[Finding]:
         f"{size(free)} free, {size(needed_bytes)} needed",
         "" if free >= needed_bytes else "free some space, or choose another folder with root=...",
     )
+
+
+def _object_store(root: str) -> Finding:
+    store = importlib.import_module("infra.store")  # here, because its dependencies may be what is missing
+    try:
+        store.Store(root, store.StoreOptions(tries=2)).check_conditions()
+    except (store.StoreUnavailable, RunError) as error:
+        return Finding("root", False, True, str(error), "see docs/operations.md for what a store needs")
+    return Finding("root", True, True, f"{root}: writable, and conditional writes hold")
 
 
 def size(num_bytes: float) -> str:

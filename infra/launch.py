@@ -49,7 +49,7 @@ def run_job(module: str, job: Mapping[str, Any], timeout_s: float, on_progress: 
     if _is_stopping.is_set():
         raise ChildFailed(f"{module} was not started: the run is ending")
     child = subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, "-P", "-m", module],  # not a package of the same name in the working directory
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

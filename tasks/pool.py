@@ -46,6 +46,7 @@ def run_on_pool(run: str, stage: str, pool: str, arguments: Mapping[str, Any], p
             flow_run = run_deployment(
                 name,
                 parameters=to_jsonable_python(parameters),
+                flow_run_name=_label(run, stage, arguments),
                 idempotency_key=f"{identity}/{attempt}",
                 timeout=0,
                 tags=[run],

@@ -27,12 +27,14 @@ from k3core.types import PolicyVersion, Ref
 
 @dataclass(frozen=True, slots=True)
 class Tracked:
-    """champion: (run, step) of the version with that alias now. decision: why it moved or stayed, for a person."""
+    """champion: (run, step) of the version with that alias now. decision: why it moved or stayed, for a person.
+    proposal: why it should move, while a person has not approved it yet; else empty."""
 
     step: int
     metrics: Mapping[str, float]
     champion: tuple[str, int] | None
     decision: str
+    proposal: str = ""
 
 
 def tracking_uri(cfg: RunConfig) -> str:
@@ -79,8 +81,12 @@ def track_step(
     records: Sequence[Ref],
     evaluation: Ref | None,
     confidence: float,
+    approval: bool = False,
 ) -> Tracked:
-    """All records of one policy step, publish the last of them, in one batch of metrics; a retry adds nothing."""
+    """All records of one policy step, publish the last of them, in one batch of metrics; a retry adds nothing.
+
+    approval: a version that should become the champion waits for a person; `promote_step` makes it the champion then.
+    """
     context = Context.open(inputs, root)
     stages = [read_record(context.store, ref) for ref in (*records, *([] if evaluation is None else [evaluation]))]
     published = next(record for record in stages if record.stage == "publish")
@@ -98,8 +104,19 @@ def track_step(
     if evaluation is not None:
         shown = _evaluation(context, policy, suite, stages[-1], evaluation, tracking.traces_per_evaluation)
         tracker.log_evaluation(registered, shown)
-        decision = _decide(context, tracker, step, evaluation, confidence)
+        promotes, decision = _decide(context, tracker, step, evaluation, confidence)
+        if promotes and approval:
+            return Tracked(step, metrics, tracker.champion(), f"{decision}; waits for approval", proposal=decision)
+        if promotes:
+            tracker.promote(step)
     return Tracked(step, metrics, tracker.champion(), decision)
+
+
+def promote_step(inputs: Inputs, root: str, uri: str, tracking: TrackingConfig, step: int) -> tuple[str, int] | None:
+    """The champion afterwards."""
+    tracker = open_tracker(inputs, root, uri, tracking)
+    tracker.promote(step)
+    return tracker.champion()
 
 
 def _how_it_was_made(cfg: RunConfig, policy: PolicyVersion, stages: Sequence[StageRecord]) -> dict[str, object]:
@@ -153,26 +170,24 @@ def _evaluation(
     )
 
 
-def _decide(context: Context, tracker: Tracker, step: int, evaluation: Ref, confidence: float) -> str:
-    """Promote when there is no champion, or when the paired interval over the same prompts lies above zero."""
+def _decide(context: Context, tracker: Tracker, step: int, evaluation: Ref, confidence: float) -> tuple[bool, str]:
+    """Promote when there is no champion, or when the paired interval over the same prompts lies above zero; and why."""
     champion = tracker.champion()
     if champion is None:
-        tracker.promote(step)
-        return f"step {step} is the first champion"
+        return True, f"step {step} is the first champion"
     if champion == (context.cfg.run, step):
-        return f"step {step} is the champion"
+        return False, f"step {step} is the champion"
     name = "@".join(map(str, champion))
     earlier = find_evaluation(context.store, *champion)
     if earlier is None:
-        return f"champion {name} stays: its evaluation is not in this store"
+        return False, f"champion {name} stays: its evaluation is not in this store"
     before, after = read_report(context.store, earlier), read_report(context.store, evaluation)
     if before.suite_sha256 != after.suite_sha256 or before.sampling != after.sampling:
-        return f"champion {name} stays: it was evaluated on another suite or with other sampling"
+        return False, f"champion {name} stays: it was evaluated on another suite or with other sampling"
     result = compare(before, after, "reward", confidence)
     if allows_promotion(result):
-        tracker.promote(step)
-        return f"step {step} replaces champion {name}: {_words(result)}"
-    return f"champion {name} stays: {_words(result)}"
+        return True, f"step {step} replaces champion {name}: {_words(result)}"
+    return False, f"champion {name} stays: {_words(result)}"
 
 
 def _words(c: Comparison) -> str:

@@ -102,11 +102,21 @@ def test_a_full_disk_is_found_and_nothing_is_created(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_object_store_is_not_contacted() -> None:
-    (finding,) = check_root("s3://bucket/runs", 1 << 60)
+def test_an_object_store_is_asked_whether_two_may_write_to_it(s3_root: str) -> None:
+    (finding,) = check_root(s3_root, 1 << 60)
     assert finding.ok
-    assert finding.detail == "s3://bucket/runs: not contacted"
+    assert "conditional writes hold" in finding.detail
     assert local_folder("memory://x") is None
+
+
+def test_an_object_store_that_refuses_us_is_named_without_the_secret(
+    s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+    (finding,) = check_root(s3_root, 0)
+    assert not finding.ok
+    assert "AWS_" in finding.detail
+    assert "not-the-secret" not in finding.detail
 
 
 @pytest.mark.parametrize(("num_bytes", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (3 << 20, "3 MiB")])

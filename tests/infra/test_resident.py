@@ -117,7 +117,7 @@ def test_a_caller_that_goes_away_cancels_its_stage_and_nothing_is_written_after_
     assert not (tmp_path / "late").exists()
 
 
-def test_a_wrong_token_is_refused_and_named(resident: Resident, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_is_refused_and_named(resident: Resident) -> None:
     app_token = os.environ[TOKEN]
     code = (
         "from infra.resident.client import Resident\n"

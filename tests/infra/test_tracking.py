@@ -61,7 +61,7 @@ def test_a_nan_is_named_in_an_event_and_the_policy_of_that_step_can_still_be_reg
             2, {"gspo/loss": math.nan, "train/grad_norm": math.inf, "rollout/reward": 0.5}, timestamp_ms=2_000
         )
     tracker.log_step(2, {"drift/k3_rollout_trainer": -math.inf}, timestamp_ms=2_001)
-    assert tracker.register(version("nan", 2), TAGS) == "1"
+    assert tracker.register(version("nan", 2), TAGS).number == "1"
 
     run = tracker.client.get_run(tracker.run_id)
     assert run.data.tags["k3.nonfinite/2"] == "drift/k3_rollout_trainer=-inf, gspo/loss=nan, train/grad_norm=inf"
@@ -72,9 +72,10 @@ def test_a_nan_is_named_in_an_event_and_the_policy_of_that_step_can_still_be_reg
 
 def test_registering_twice_gives_one_version_with_the_alias_candidate(uri: str) -> None:
     tracker = open_tracker(uri, "register")
-    assert tracker.register(version("register", 0), TAGS) == "1"
-    assert tracker.register(version("register", 1), TAGS) == "2"
-    assert tracker.register(version("register", 1), TAGS) == "2"
+    assert tracker.register(version("register", 0), TAGS).number == "1"
+    second = tracker.register(version("register", 1), TAGS)
+    assert second.number == "2"
+    assert tracker.register(version("register", 1), TAGS) == second
 
     aliases = tracker.client.get_registered_model("model-register").aliases
     assert {alias: str(number) for alias, number in aliases.items()} == {"candidate": "2"}
@@ -88,8 +89,10 @@ def test_registering_twice_gives_one_version_with_the_alias_candidate(uri: str) 
         "k3.step": "1",
         "k3.parent": "0",
         "k3.kind": "delta",
+        "k3.weights_uri": "s3://bucket/register/steps/000001/policy/manifest.json",
         "k3.weights_sha256": "a" * 64,
         "k3.manifest_sha256": "c" * 64,
+        "k3.model_id": second.model_id,
     }
 
 
@@ -139,6 +142,28 @@ def test_resuming_goes_on_in_the_same_run(uri: str) -> None:
     ]
     again.finish("FINISHED")
     assert again.client.get_run(again.run_id).info.status == "FINISHED"
+
+
+def test_a_run_that_two_machines_created_at_once_stays_once(uri: str) -> None:
+    """No lock reaches another machine: it finds nothing either, and creates the run a moment later."""
+    tracker = open_tracker(uri, "twins")
+    twin = tracker.client.create_run(tracker.experiment_id, run_name="twins", tags={"k3.run": "twins"})
+    assert open_tracker(uri, "twins").run_id == tracker.run_id
+    assert tracker.client.get_run(twin.info.run_id).info.lifecycle_stage == "deleted"
+
+
+def test_a_run_of_the_same_name_from_another_day_is_nobodys_twin(uri: str) -> None:
+    tracker = open_tracker(uri, "yesterday")
+    later_ms = tracker.client.get_run(tracker.run_id).info.start_time + 86_400_000
+    other = tracker.client.create_run(tracker.experiment_id, start_time=later_ms, tags={"k3.run": "yesterday"})
+    assert open_tracker(uri, "yesterday").run_id == tracker.run_id
+    assert tracker.client.get_run(other.info.run_id).info.lifecycle_stage == "active"
+
+
+def test_what_a_person_compares_first_is_logged_first(uri: str) -> None:
+    tracker = open_tracker(uri, "order")
+    tracker.log_step(0, {"publish/bytes_full": 1.0, "eval_criterion/a": 0.5, "eval/reward": 0.5}, timestamp_ms=1_000)
+    assert list(tracker.client.get_run(tracker.run_id).data.metrics)[:2] == ["eval/reward", "eval_criterion/a"]
 
 
 def test_two_run_names_are_two_runs(uri: str) -> None:
