@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -34,7 +35,7 @@ from infra.store import Store
 
 T = TypeVar("T")
 
-PAUSE_S = (4.0, 12.0)  # between two faults: several in one stage, and some in each
+PAUSE_S = (2.0, 7.0)  # between two faults: several in one stage, and some in each
 COMMANDS = 6  # so often one run may need the command that continues it
 RUN_S = 900.0  # for one try of a run
 
@@ -96,6 +97,7 @@ def servers(world: World) -> Iterator[None]:
             [sys.executable, "-m", "flows.chaos.world", str(world.folder)], cwd=PROJECT, stdout=log, stderr=log
         )
     say(f"the servers start; logs in {world.folder}/logs")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the end of this command ends the servers too
     try:
         wait_until(lambda: world.is_up() or supervisor.poll() is not None, 240.0, "the servers' start")
         if supervisor.poll() is not None:

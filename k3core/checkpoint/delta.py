@@ -21,7 +21,7 @@ import numpy as np
 
 from k3core.checkpoint.frame import decode_frame, encode_frame
 from k3core.checkpoint.magnitudes import Bins, Words
-from k3core.checkpoint.tensors import TORCH_DTYPES, RawTensor, Weights, same_layout, tensor_digest
+from k3core.checkpoint.tensors import TORCH_DTYPES, RawTensor, Weights, tensor_digest
 from k3core.errors import IntegrityError
 
 CHUNK_BYTES = 4 << 20
@@ -31,6 +31,25 @@ SMALL_BYTES = 64 << 10
 
 ReadRange = Callable[[int, int], bytes | memoryview]
 """offset, size -> those bytes of the payload. Raises IntegrityError when it does not have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Of a tensor, wherever its elements are. dtype is a safetensors word."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def element_bytes(self) -> int:
+        return TORCH_DTYPES[self.dtype].itemsize
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+Layouts = Mapping[str, Layout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +118,15 @@ def encode_delta(
     three times as long. parent_digests: `tensor_digest` of each tensor of the parent, when it was just verified.
     Raises ValueError when names, dtypes or shapes differ: such a version is published in full.
     """
-    if not same_layout(parent, new):
-        differing = sorted(
-            name
-            for name in parent.keys() | new.keys()
-            if name not in parent or name not in new or not same_layout({"": parent[name]}, {"": new[name]})
-        )
-        raise ValueError(
-            f"a delta needs the parent's names, dtypes and shapes, but {len(differing)} tensors differ "
-            f"({', '.join(differing[:3])}): publish this version in full"
-        )
-    with _threads(num_threads) as threads:
+    parent_layouts, layouts = (
+        {name: Layout(tensor.dtype, tensor.shape) for name, tensor in weights.items()} for weights in (parent, new)
+    )
+    check_same_layouts(parent_layouts, layouts)
+    with open_threads(num_threads) as threads:
         results = _digests(new, threads)
         bases = _digests(parent, threads) if parent_digests is None else parent_digests
-        groups = list(_groups(new))
-        chunks = [(names, first, end) for names in groups for first, end in _chunks(new, names)]
+        groups = list(group_tensors(layouts))
+        chunks = [(names, first, end) for names in groups for first, end in cut_frames(layouts, names)]
 
         def encode(chunk: tuple[tuple[str, ...], int, int]) -> tuple[bytes, int]:
             names, first, end = chunk
@@ -123,17 +136,37 @@ def encode_delta(
             bins = Bins.of(after[0].dtype, after[0].element_bytes)
             return encode_frame(_words(before, first, end), _words(after, first, end), bins, level, max_classes)
 
-        frames = threads.map(encode, chunks)
+        return join_frames(layouts, groups, threads.map(encode, chunks), bases, results)
+
+
+def check_same_layouts(parent: Layouts, new: Layouts) -> None:
+    """Raises ValueError when names, dtypes or shapes differ."""
+    differing = sorted(name for name in parent.keys() | new.keys() if parent.get(name) != new.get(name))
+    if differing:
+        raise ValueError(
+            f"a delta needs the parent's names, dtypes and shapes, but {len(differing)} tensors differ "
+            f"({', '.join(differing[:3])}): publish this version in full"
+        )
+
+
+def join_frames(
+    layouts: Layouts,
+    groups: Sequence[tuple[str, ...]],
+    frames: Sequence[tuple[bytes, int]],
+    bases: Mapping[str, str],
+    results: Mapping[str, str],
+) -> tuple[bytes, tuple[DeltaEntry, ...]]:
+    """The payload and how to read it. frames: of all groups, each with the number of elements that changed."""
     entries: list[DeltaEntry] = []
     offset, left = 0, iter(frames)
     for names in groups:
-        mine = [next(left) for _ in _chunks(new, names)]
+        mine = [next(left) for _ in cut_frames(layouts, names)]
         entries.append(
             DeltaEntry(
-                dtype=new[names[0]].dtype,
-                tensors=tuple(TensorEntry(name, new[name].shape, bases[name], results[name]) for name in names),
+                dtype=layouts[names[0]].dtype,
+                tensors=tuple(TensorEntry(name, layouts[name].shape, bases[name], results[name]) for name in names),
                 num_changed=sum(num_changed for _, num_changed in mine),
-                frame_elements=CHUNK_BYTES // new[names[0]].element_bytes,
+                frame_elements=CHUNK_BYTES // layouts[names[0]].element_bytes,
                 offset=offset,
                 frame_sizes=tuple(len(stored) for stored, _ in mine),
             )
@@ -186,7 +219,7 @@ def apply_entries(
     Raises IntegrityError naming `file` (the payload) and the tensor for another base, and for payload or entries that
     are not as they were encoded; ValueError for memory of another size.
     """
-    with _threads(num_threads) as threads:
+    with open_threads(num_threads) as threads:
         tensors = [(entry, tensor) for entry in entries for tensor in entry.tensors]
         threads.map(lambda pair: _check_base(parent, *pair, file), tensors)
         for entry in entries:
@@ -297,13 +330,13 @@ def _where(file: str, entry: DeltaEntry) -> str:
     return f"{file}: tensor {entry.tensors[0].name!r}{others}"
 
 
-def _groups(weights: Weights) -> Iterator[tuple[str, ...]]:
+def group_tensors(layouts: Layouts) -> Iterator[tuple[str, ...]]:
     """Which tensors make an entry, by name; small ones of a dtype together until they fill a frame."""
     small: dict[str, list[str]] = {}
     filled: dict[str, int] = {}
-    for name in sorted(weights):
-        tensor = weights[name]
-        size = len(tensor.data)
+    for name in sorted(layouts):
+        tensor = layouts[name]
+        size = tensor.num_elements * tensor.element_bytes
         if size >= SMALL_BYTES:
             yield (name,)
             continue
@@ -316,10 +349,10 @@ def _groups(weights: Weights) -> Iterator[tuple[str, ...]]:
         yield tuple(names)
 
 
-def _chunks(weights: Weights, names: Sequence[str]) -> Iterator[tuple[int, int]]:
+def cut_frames(layouts: Layouts, names: Sequence[str]) -> Iterator[tuple[int, int]]:
     """First and end element of each frame of an entry."""
-    num_elements = sum(weights[name].num_elements for name in names)
-    step = CHUNK_BYTES // weights[names[0]].element_bytes
+    num_elements = sum(layouts[name].num_elements for name in names)
+    step = CHUNK_BYTES // layouts[names[0]].element_bytes
     for first in range(0, num_elements, step):
         yield first, min(first + step, num_elements)
 
@@ -336,7 +369,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class _Threads:
+class Threads:
     """Applies a function to items, in the calling thread alone or in several; results in the order of the items."""
 
     def __init__(self, pool: ThreadPoolExecutor | None) -> None:
@@ -347,15 +380,15 @@ class _Threads:
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[_Threads]:
+def open_threads(number: int) -> Iterator[Threads]:
     if number < 1:
         raise ValueError(f"num_threads must be at least 1, found {number}")
     if number == 1:
-        yield _Threads(None)
+        yield Threads(None)
         return
     with ThreadPoolExecutor(number) as pool:
-        yield _Threads(pool)
+        yield Threads(pool)
 
 
-def _digests(weights: Weights, threads: _Threads) -> dict[str, str]:
+def _digests(weights: Weights, threads: Threads) -> dict[str, str]:
     return dict(threads.map(lambda item: (item[0], tensor_digest(*item)), weights.items()))

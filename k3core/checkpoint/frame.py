@@ -53,27 +53,32 @@ def encode_changes(
     """As `encode_frame`, from the elements that changed and their XOR, which is not 0."""
     if not positions.size:
         return b""
-    compressor = literal_compressor(level)
     before = base.take(positions)
     steps, is_negative = _split((before ^ xor) - before)
     bounds: tuple[int, ...] = (0,)
     if bins is not None and max_classes > 1:
         bounds = choose_bounds(base, positions, steps, bins, max_classes)
+    if bins is None or len(bounds) == 1:
+        return _one_class(positions, base.size, steps, is_negative, level)
+    compressor = literal_compressor(level)
     numbers: list[int] = [len(bounds), *bounds[1:]]
     streams: list[bytes] = []
-    if bins is None or len(bounds) == 1:
-        _encode_class(positions, base.size, steps, is_negative, compressor, numbers, streams)
-    else:
-        of_changed = members(before, bins, bounds)
-        for is_member, is_mine in zip(members(base, bins, bounds), of_changed, strict=True):
-            mine = indices(is_mine)
-            if not mine.size:
-                numbers.append(0)
-                continue
-            ranks, n = ranks_among(is_member, positions.take(mine))
-            _encode_class(ranks, n, steps.take(mine), is_negative.take(mine), compressor, numbers, streams)
-    body = b"".join([_to_varints(numbers), *streams])
-    return body + blake3(body).digest(length=CHECK_BYTES)
+    of_changed = members(before, bins, bounds)
+    for is_member, is_mine in zip(members(base, bins, bounds), of_changed, strict=True):
+        mine = indices(is_mine)
+        if not mine.size:
+            numbers.append(0)
+            continue
+        ranks, n = ranks_among(is_member, positions.take(mine))
+        _encode_class(ranks, n, steps.take(mine), is_negative.take(mine), compressor, numbers, streams)
+    return _seal(numbers, streams)
+
+
+def encode_one_class(positions: Ranks, num_elements: int, before: Words, xor: Words, level: int) -> bytes:
+    """As `encode_changes` of num_elements with max_classes 1, which needs the base where it changed alone: `before`."""
+    if not positions.size:
+        return b""
+    return _one_class(positions, num_elements, *_split((before ^ xor) - before), level)
 
 
 def decode_frame(stored: bytes | memoryview, base: Words, out: Words, bins: Bins | None, where: str) -> int:
@@ -97,6 +102,17 @@ def literal_compressor(level: int) -> zstandard.ZstdCompressor:
         level, min_match=7, hash_log=8, write_checksum=False, write_content_size=True
     )
     return zstandard.ZstdCompressor(compression_params=parameters)
+
+
+def _one_class(positions: Ranks, n: int, steps: Words, is_negative: NDArray[np.bool_], level: int) -> bytes:
+    numbers, streams = [1], list[bytes]()
+    _encode_class(positions, n, steps, is_negative, literal_compressor(level), numbers, streams)
+    return _seal(numbers, streams)
+
+
+def _seal(numbers: Iterable[int], streams: Iterable[bytes]) -> bytes:
+    body = b"".join([_to_varints(numbers), *streams])
+    return body + blake3(body).digest(length=CHECK_BYTES)
 
 
 def _encode_class(

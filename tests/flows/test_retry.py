@@ -1,0 +1,80 @@
+"""A run that failed in the middle and is started again: what had succeeded is found, not repeated."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+
+from flows.rl import rl_training
+from infra.config import load
+from infra.resident.stages import STAGES
+from infra.store import Store
+from k3core.types import Ref
+
+
+def test_stages_that_had_succeeded_are_cached_and_their_effects_not_repeated(
+    prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del prefect_api
+    monkeypatch.setenv("PREFECT_LOCAL_STORAGE_PATH", str(tmp_path / "results"))
+    calls: Counter[str] = Counter()
+    puts: Counter[str] = Counter()
+    broken = True
+
+    def counted(name: str, function: Callable[..., Ref]) -> Callable[..., Ref]:
+        def stage(*args: Any, **arguments: Any) -> Ref:
+            calls[name] += 1
+            if name == "update" and broken:
+                raise OSError("the node is gone")
+            return function(*args, **arguments)
+
+        stage.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        return stage
+
+    for name in ("warm_start", "rollout", "score", "update", "publish", "evaluate"):
+        module = import_module(STAGES[name].module)
+        monkeypatch.setattr(module, STAGES[name].function, counted(name, STAGES[name].load()))
+    put = Store.put
+
+    def counted_put(self: Store, key: str, data: bytes) -> Ref:
+        puts[key] += 1
+        return put(self, key, data)
+
+    monkeypatch.setattr(Store, "put", counted_put)
+    cfg = load(
+        "smoke",
+        [
+            f"root={tmp_path}/runs",
+            "run=retried",
+            "steps=1",
+            "control.enabled=false",
+            "warm_start.steps=40",
+            "tasks.retries=0",
+        ],
+    )
+    with pytest.raises(OSError, match="the node is gone"):
+        rl_training(cfg)
+    before = Counter(calls)
+    written = dict(puts)
+    assert before["update"] == 1
+
+    broken = False
+    rl_training(cfg)
+    for name in ("warm_start", "rollout", "score"):
+        assert calls[name] == before[name], f"{name} ran again"
+    assert calls["update"] == 2
+    again = [key for key, count in puts.items() if key in written and count > written[key] and "report" not in key]
+    assert again == []
+
+    with get_client(sync_client=True) as client:
+        runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=["retried"])))
+        second = max(runs, key=lambda run: run.start_time or run.created)
+        assert second.state_name == "Completed"
