@@ -32,7 +32,7 @@ ENVIRONMENT = {
 }
 
 # Short runs, so that many can be disturbed; what a lost process costs is tried again more often than usual.
-CHAOS_DEFAULTS = ("steps=3", "control.enabled=false", "evaluate.every=3", "warm_start.steps=60", "tasks.retries=4")
+CHAOS_DEFAULTS = ("steps=2", "control.enabled=false", "evaluate.every=2", "warm_start.steps=60", "tasks.retries=4")
 
 # The base class of usage errors, which typer does not export; it has the members of this one that are used here.
 USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
@@ -140,7 +140,7 @@ def chaos(
     config: Config = "smoke",
     overrides: Overrides = None,
     faults: Annotated[int, typer.Option(min=0, help="How many, of all kinds in turn.")] = 60,
-    per_run: Annotated[int, typer.Option(min=1, help="Faults that happen to one run.")] = 5,
+    per_run: Annotated[int, typer.Option(min=1, help="Faults that happen to one run.")] = 10,
     seed: Annotated[int, typer.Option(help="Of the kinds, targets and times.")] = 0,
     folder: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="For servers and runs.")] = Path(".k3-chaos"),
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="A JSON file with all that happened.")] = None,

@@ -35,7 +35,7 @@ from infra.store import Store
 
 T = TypeVar("T")
 
-PAUSE_S = (2.0, 7.0)  # between two faults: several in one stage, and some in each
+PAUSE_S = (4.0, 18.0)  # between two faults: some in each stage, and now and then two in one
 COMMANDS = 6  # so often one run may need the command that continues it
 RUN_S = 900.0  # for one try of a run
 

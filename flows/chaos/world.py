@@ -130,10 +130,13 @@ def programs(world: World) -> list[Program]:
                     ready=port_accepts("127.0.0.1", world.ports[PROXY]),
                 )
             )
-    return [
-        replace(one, env={**one.env, "K3_HEARTBEAT_S": NODE["K3_HEARTBEAT_S"]}) if one.name == "reaper" else one
-        for one in listed
-    ]
+    return [_impatient(one) if one.name == "reaper" else one for one in listed]
+
+
+def _impatient(reaper: Program) -> Program:
+    windows = ["--pending-s", "30", "--cancelling-s", "30"]
+    env = {**reaper.env, "K3_HEARTBEAT_S": NODE["K3_HEARTBEAT_S"]}
+    return replace(reaper, argv=[*reaper.argv, *windows], env=env)
 
 
 def _false_clock(world: World) -> dict[str, str]:

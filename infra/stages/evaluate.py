@@ -55,10 +55,12 @@ def evaluate_in(
     ]
     sampling = eval_sampling(context.cfg)
     trajectories = run_episodes(context, policy, specs, sampling, progress)
-    report = _report(context, policy, label, suite, trajectories)
+    scores = _graded(context, suite, trajectories)
+    report = _report(context, policy, label, suite, trajectories, scores)
     outputs = {
         "report": store.put(stage_key(run, policy.step, f"{name}.zst"), encode(report)),
         "trajectories": store.put(stage_key(run, policy.step, f"{name}-trajectories.zst"), encode(trajectories)),
+        "scores": store.put(stage_key(run, policy.step, f"{name}-scores.zst"), encode(scores)),
     }
     return context.record(
         stage,
@@ -108,14 +110,23 @@ def eval_metrics(report: EvalReport) -> dict[str, float]:
     return metrics | {f"eval_criterion/{name}": rate for name, rate in report.criteria_pass_rate.items()}
 
 
-def _report(
-    context: Context, policy: PolicyVersion, label: str, suite: Suite, trajectories: Sequence[Trajectory]
-) -> EvalReport:
+def _graded(context: Context, suite: Suite, trajectories: Sequence[Trajectory]) -> tuple[Score, ...]:
     judge, reward = build_judge(context.cfg), context.cfg.reward
     prompts = {prompt.id: prompt for prompt in suite.prompts}
-    scores: dict[str, list[Score]] = {prompt_id: [] for prompt_id in prompts}
-    for trajectory in trajectories:
-        scores[trajectory.prompt_id].append(grade(prompts[trajectory.prompt_id], trajectory, judge, reward))
+    return tuple(grade(prompts[trajectory.prompt_id], trajectory, judge, reward) for trajectory in trajectories)
+
+
+def _report(
+    context: Context,
+    policy: PolicyVersion,
+    label: str,
+    suite: Suite,
+    trajectories: Sequence[Trajectory],
+    graded: Sequence[Score],
+) -> EvalReport:
+    scores: dict[str, list[Score]] = {prompt.id: [] for prompt in suite.prompts}
+    for trajectory, score in zip(trajectories, graded, strict=True):
+        scores[trajectory.prompt_id].append(score)
     verdicts: dict[str, list[bool]] = {}
     for score in (score for members in scores.values() for score in members if score.value is not None):
         for criterion in score.criteria:

@@ -30,7 +30,7 @@ from mlflow.tracing.constant import (
 from infra.tracking.conversation import Called, Turn
 from infra.tracking.evaluation import Evaluation, Graded, Traced, trace_id
 from k3core.errors import RunError
-from k3core.types import CriterionResult, Message, StopReason
+from k3core.types import CriterionResult, Message, StopReason, ToolCall
 
 TIMING = "not recorded: spans are in order and have no length"
 
@@ -141,7 +141,9 @@ def _call(called: Called) -> Node:
     call = called.call
     shown = "(the episode ended before the policy could read an answer)" if called.output is None else called.output
     error = (call.error or called.output) if called.is_error else None
-    return Node(call.name or "(no tool)", SpanType.TOOL, call.arguments, shown, {"k3.is_error": called.is_error}, error)
+    return Node(
+        call.name or "(no tool)", SpanType.TOOL, _arguments(call), shown, {"k3.is_error": called.is_error}, error
+    )
 
 
 def _verdict(result: CriterionResult, judge: str) -> Node:
@@ -282,11 +284,15 @@ def _message(message: Message) -> dict[str, Any]:
             {
                 "id": f"call_{index}",
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                "function": {"name": call.name, "arguments": json.dumps(_arguments(call), ensure_ascii=False)},
             }
             for index, call in enumerate(message.tool_calls, start=1)
         ]
     return shown
+
+
+def _arguments(call: ToolCall) -> Mapping[str, Any]:
+    return {"unreadable": call.error} if call.arguments is None else call.arguments
 
 
 def _request(traced: Traced) -> str:

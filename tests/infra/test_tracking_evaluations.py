@@ -113,8 +113,16 @@ def evaluation(run: str) -> Evaluation:
     lost = replace(trajectory, sample=0, stop_reason="infrastructure_error", error="disk full", deliverables={})
     broken = Graded(prompt, lost, Score(None, None, None, (), "infrastructure_error"))
     huge = ToolCall("grep", {"pattern": "a", "limit": 10**30})
+    spoilt = ToolCall("", None, "the index is missing")
     turns = (
-        Turn("…", Message("assistant", "Hm.", tool_calls=(huge,)), (Called(huge, "error: too large"),), 4, 3, -0.5),
+        Turn(
+            "…",
+            Message("assistant", "Hm.", tool_calls=(huge, spoilt)),
+            (Called(huge, "error: too large"), Called(spoilt, None)),
+            4,
+            3,
+            -0.5,
+        ),
         Turn("<|close|>?", None, (), 8, 2, -1.5),
     )
     opening = (Message("user", "Review."),)
@@ -222,6 +230,7 @@ def test_an_episode_is_a_trace_of_turns_calls_and_verdicts(uri: str) -> None:
     assert [(span.name, span.span_type, span.status.status_code.value) for span in children] == [
         ("turn 1", SpanType.CHAT_MODEL, "OK"),
         ("grep", SpanType.TOOL, "ERROR"),
+        ("(no tool)", SpanType.TOOL, "ERROR"),
         ("turn 2", SpanType.CHAT_MODEL, "ERROR"),
         ("verdict: file", SpanType.EVALUATOR, "OK"),
         ("verdict: value", SpanType.EVALUATOR, "OK"),
@@ -234,6 +243,7 @@ def test_an_episode_is_a_trace_of_turns_calls_and_verdicts(uri: str) -> None:
     assert children[0].get_attribute("k3.mean_logprob") == -0.5
     assert children[1].inputs == {"pattern": "a", "limit": str(10**30)}
     assert children[1].outputs == "error: too large"
+    assert children[2].inputs == {"unreadable": "the index is missing"}
     assert trace.info.token_usage == {"input_tokens": 12, "output_tokens": 5, "total_tokens": 17}
     assert trace.info.tags["k3.trace"] == "trace/2/contracts/0/1"
     assert trace.info.request_metadata["mlflow.modelId"] == registered.model_id
