@@ -173,6 +173,25 @@ def test_more_steps_continue_a_finished_run(finished: tuple[Path, str, str]) -> 
     assert second.weights_sha256 == before
 
 
+def test_a_run_that_stopped_after_each_step_saw_the_same_batches_and_made_the_same_versions(
+    finished: tuple[Path, str, str], tmp_path: Path
+) -> None:
+    root, _, api = finished
+    for steps in range(1, STEPS + 1):
+        train(tmp_path, api, f"steps={steps}", "control.enabled=false")
+    straight, stopped = Store(str(root)), Store(str(tmp_path))
+    for step in range(STEPS + 1):
+        ours, theirs = (policies.read_version(store, "smoke", step) for store in (stopped, straight))
+        assert ours is not None
+        assert theirs is not None
+        assert ours.weights_sha256 == theirs.weights_sha256
+    batches = [
+        [entry["batch_sha256"] for entry in Ledger(store, "smoke").entries(STEPS)] for store in (stopped, straight)
+    ]
+    assert batches[0] == batches[1]
+    assert len(batches[0]) == STEPS
+
+
 def train_killing(root: Path, api: str, rng: random.Random, kills_left: int) -> int:
     """The same command until it ends, killed with -9 at random moments while there are kills left; how many it took."""
     kills = 0
