@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -44,8 +44,12 @@ class RewardConfig:
     ("graded"). Either way its stop reason is counted.
     """
 
-    all_pass_weight: float = 0.2
-    unfinished: Literal["zero", "graded"] = "zero"
+    all_pass_weight: float = field(
+        default=0.2, metadata={"description": "weight of passing every criterion, against the share of criteria"}
+    )
+    unfinished: Literal["zero", "graded"] = field(
+        default="zero", metadata={"description": "what an episode gets that a limit cut short"}
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.all_pass_weight <= 1:

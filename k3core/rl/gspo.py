@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,11 +17,17 @@ class GspoConfig:
     tis_cap: upper bound of the truncated importance weight old/rollout; None is off.
     """
 
-    clip_low: float = 0.01
-    clip_high: float = 0.015
-    dual_clip: float | None = None
-    mask_ratio_above: float | None = 8.0
-    tis_cap: float | None = 2.0
+    clip_low: float = field(default=0.01, metadata={"description": "the sequence ratio is kept above 1 - this"})
+    clip_high: float = field(default=0.015, metadata={"description": "the sequence ratio is kept below 1 + this"})
+    dual_clip: float | None = field(
+        default=None, metadata={"description": "bound of the loss for negative advantages, in units of the advantage"}
+    )
+    mask_ratio_above: float | None = field(
+        default=8.0, metadata={"description": "tokens whose ratio exceeds it take no part"}
+    )
+    tis_cap: float | None = field(
+        default=2.0, metadata={"description": "upper bound of the importance weight, trainer against engine"}
+    )
 
 
 def gspo_loss(
