@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from flows.cli import main
 from flows.plan import under_a_free_name
 from infra.config import load
 from infra.policies import publish
+from infra.stages.prepare import prepare_run
 from infra.store import Store
 from k3core.checkpoint.tensors import from_safetensors, from_torch, weights_sha256
 from k3core.types import PolicyVersion
@@ -97,8 +99,8 @@ def test_a_real_model_is_planned_and_refused(name: str, capsys: pytest.CaptureFi
 def test_fresh_takes_the_next_free_name(tmp_path: Path) -> None:
     cfg = load("tiny", [f"root={tmp_path}", "run=demo"])
     assert under_a_free_name(cfg).run == "demo"
-    (tmp_path / "demo").mkdir()
-    (tmp_path / "demo-2").mkdir()
+    for run in ("demo", "demo-2"):
+        prepare_run(dataclasses.replace(cfg, run=run))
     assert under_a_free_name(cfg).run == "demo-3"
     assert under_a_free_name(load("tiny", [f"root=file://{tmp_path}", "run=demo"])).run == "demo-3"
 
