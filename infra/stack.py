@@ -375,7 +375,7 @@ def _ports(path: Path, names: Sequence[str] = (*PORTS, *GRPC_PORTS)) -> dict[str
     chosen: dict[str, int] = {}
     for name in names:
         port = known.get(name)
-        chosen[name] = port if port is not None and is_free(port) else _free_port(set(chosen.values()))
+        chosen[name] = port if port is not None and is_free(port) else free_port(set(chosen.values()))
     if chosen != known:
         new = path.with_suffix(".new")
         new.write_text(json.dumps(chosen, indent=1), encoding="ascii")
@@ -388,7 +388,7 @@ def _read_ports(path: Path) -> dict[str, int]:
     return ports
 
 
-def _free_port(taken: set[int]) -> int:
+def free_port(taken: set[int]) -> int:
     """Below the ports that the kernel gives to outgoing connections, which would take it while a server restarts."""
     for port in random.SystemRandom().sample(range(16_000, 32_000), 1000):
         if port not in taken and is_free(port):

@@ -75,14 +75,12 @@ def run_chaos(world: World, cfg: RunConfig, num_faults: int, per_run: int, seed:
             kinds += mine[len(done.faults) :]  # the run was over before their turn
             trials.append(done)
             _say_trial(done)
-    trials_of_servers = [
-        f"process {p.pid} outlives the servers: {' '.join(p.cmdline()[:4])}" for p in world.processes()
-    ]
-    _report(trials, trials_of_servers, time.monotonic() - began)
+    left = [f"process {p.pid} outlives the servers: {' '.join(p.cmdline()[:4])}" for p in world.processes()]
+    _report(trials, left, time.monotonic() - began)
     if out is not None:
-        document = {"seed": seed, "trials": [asdict(one) for one in trials], "left": trials_of_servers}
+        document = {"seed": seed, "trials": [asdict(one) for one in trials], "left": left}
         out.write_text(json.dumps(document, indent=1))
-    return 1 if trials_of_servers or any(one.violations for one in trials) else 0
+    return 1 if left or any(one.violations for one in trials) else 0
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def prepare(folder: Path) -> World:
     prepared = stack.prepare(folder)
     extra = folder / "proxy_port.json"
     if not extra.exists():
-        extra.write_text(json.dumps(stack._free_port(set(prepared.ports.values()))))
+        extra.write_text(json.dumps(stack.free_port(set(prepared.ports.values()))))
     (folder / CLOCK).write_text("+0s\n")
     (folder / DISK).mkdir(exist_ok=True)
     return World(folder, {**prepared.ports, PROXY: json.loads(extra.read_text())})
