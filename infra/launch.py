@@ -26,7 +26,9 @@ _is_stopping = threading.Event()
 
 @contextmanager
 def children_end_with_this() -> Iterator[None]:
-    """Whatever ends the body early, an exception or a termination signal, ends the child processes and starts no more."""
+    """Whatever ends the body early, an exception or a termination signal, ends the child processes and starts no more,
+    until a body is entered again."""
+    _is_stopping.clear()
     try:
         yield
     except BaseException:

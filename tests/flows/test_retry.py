@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
@@ -13,6 +14,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
+import infra.launch
 from flows.rl import rl_training
 from infra.config import load
 from infra.resident.stages import STAGES
@@ -25,6 +27,7 @@ def test_stages_that_had_succeeded_are_cached_and_their_effects_not_repeated(
 ) -> None:
     del prefect_api
     monkeypatch.setenv("PREFECT_LOCAL_STORAGE_PATH", str(tmp_path / "results"))
+    monkeypatch.setattr(infra.launch, "_is_stopping", threading.Event())  # of a process that ends with its run
     calls: Counter[str] = Counter()
     puts: Counter[str] = Counter()
     broken = True

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.launch import ChildFailed, run_job
+from infra.launch import ChildFailed, children_end_with_this, run_job
 
 
 @pytest.fixture
@@ -118,3 +118,13 @@ assert ends[1] == "job_under_test was not started: the run is ending", ends
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert wait_until_dead(int((tmp_path / "pid").read_text()))
+
+
+def test_after_a_body_that_ended_early_the_next_one_starts_its_children(module: Path) -> None:
+    module.write_text("print('progress', 1, 1)\n")
+    with pytest.raises(OSError, match="first"), children_end_with_this():
+        raise OSError("first")
+    seen: list[tuple[int, int]] = []
+    with children_end_with_this():
+        run_job("job_under_test", {}, 60, lambda done, of: seen.append((done, of)))
+    assert seen == [(1, 1)]

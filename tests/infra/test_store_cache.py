@@ -73,8 +73,9 @@ from infra.cache import Cache
 cache, seed = Cache(Path(sys.argv[1]), 4000), int(sys.argv[2])
 for number in range(60):
     data = bytes([(number * 7 + seed) % 50]) * 100
+    digest = hashlib.sha256(data).hexdigest()
     assert cache.get(digest, 100) in (None, data)
-    cache.put(digest(data), data)
+    cache.put(digest, data)
 """
 
 
