@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+import httpx
 from prefect import task
 from prefect.cache_policies import INPUTS
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -83,9 +84,11 @@ def _wait(client: SyncPrefectClient, flow_run: FlowRun) -> FlowRun:
 
 @contextmanager
 def _cancelled_with_this(client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[None]:
-    """Whatever ends the wait early, a time-out or a cancel of the caller, cancels the stage as well."""
+    """Whatever ends the caller cancels the stage as well. A server that is away ends nobody: the next try waits on."""
     try:
         yield
+    except httpx.HTTPError:
+        raise
     except BaseException:
         client.set_flow_run_state(flow_run.id, Cancelling(message=CALLER_ENDED))
         raise
