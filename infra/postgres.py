@@ -43,10 +43,6 @@ class Place:
     data: Path
     user: str | None
 
-    @property
-    def major(self) -> int:
-        return _major_of(self.bin)
-
 
 def place(folder: Path) -> Place:
     """Where the PostgreSQL of a stack's folder lives. Raises RunError when this machine has none that fits.

@@ -16,7 +16,7 @@ from infra.records import encode
 from infra.stages.context import Context, Inputs, Progress, no_progress
 from infra.stages.record import stage_key
 from k3core.rollout.episodes import EpisodeSpec, rollout, trajectory_seed
-from k3core.types import TRUNCATED, PolicyVersion, Prompt, Ref, SamplingParams, Trajectory
+from k3core.types import TRUNCATED, PolicyVersion, Ref, SamplingParams, Trajectory
 
 
 def rollout_step(
@@ -104,7 +104,3 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/tokens_per_s": sampled / seconds,
     }
     return metrics | {f"stop/{reason}": count / len(trajectories) for reason, count in sorted(stops.items())}
-
-
-def prompts_by_id(prompts: Sequence[Prompt]) -> dict[str, Prompt]:
-    return {prompt.id: prompt for prompt in prompts}
