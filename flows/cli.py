@@ -101,7 +101,7 @@ def train(
     ] = False,
 ) -> int:
     """Warm start, RL, evaluation, report. The same command continues a run that was stopped."""
-    from flows.plan import print_plan, under_a_free_name
+    from flows.dry_run import print_plan, under_a_free_name
     from infra.config_doctor import diagnose_config
 
     cfg = _load(config, overrides)

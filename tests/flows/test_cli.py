@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flows.cli import main
-from flows.plan import under_a_free_name
+from flows.dry_run import under_a_free_name
 from infra.config import load
 from infra.policies import publish
 from infra.stages.prepare import prepare_run
