@@ -34,6 +34,11 @@ class OutputNorm(nn.Module):
 
 
 class KimiDeltaAttention(nn.Module):
+    """The recurrence and its state are in the next wider type than the activations (float32 for bf16, as in the release;
+    float64 for float32): chunks and single tokens then round to the same activations, where in one type they drift apart
+    with length.
+    """
+
     def __init__(self, cfg: K3Config, layer: int) -> None:
         super().__init__()
         D, H, K = cfg.hidden_size, cfg.kda_num_heads, cfg.kda_head_dim
@@ -71,19 +76,23 @@ class KimiDeltaAttention(nn.Module):
         q, k, v = short_conv(window_and_qkv, self._conv_weight()).unflatten(-1, (3, H, K)).unbind(2)
         g_THK, beta_TH = self._gates(x_TD)
         o_NLHV, last_NHKV = kda_chunked(
-            *self._unit_qkv(q, k, v),
+            l2_norm(q),
+            l2_norm(k),
+            v,
             packing.pad(g_THK, length),  # zeros behind the end: the state stays as it is there
             packing.pad(beta_TH, length),
             state_NHKV,
             CHUNK,
             cfg.gate_lower_bound,
+            K**-0.5,
         )
         if state is not None:
             assert slots_N is not None
             state.kda_NHKV[self.layer][slots_N] = last_NHKV
-            rows_NJ = packing.lengths_N.unsqueeze(-1) + torch.arange(J - 1)
-            state.window_NJP[self.layer][slots_N] = window_and_qkv[torch.arange(N).unsqueeze(-1), rows_NJ]
-        return self._output(packing.unpad(o_NLHV.to(x_TD.dtype).contiguous()), x_TD, T)
+            rows_NJ = packing.lengths_N.unsqueeze(-1) + torch.arange(J - 1, device=x_TD.device)
+            sequences_N1 = torch.arange(N, device=x_TD.device).unsqueeze(-1)
+            state.window_NJP[self.layer][slots_N] = window_and_qkv[sequences_N1, rows_NJ]
+        return self._output(packing.unpad(o_NLHV.contiguous()), x_TD, T)
 
     def decode(self, x_ND: Tensor, state: SlotState, is_active_N: Tensor) -> Tensor:
         """One token for the first N slots; slots that are not active keep their state and window."""
@@ -97,14 +106,17 @@ class KimiDeltaAttention(nn.Module):
         g_NHK, beta_NH = self._gates(x_ND)
         active_N1 = is_active_N.unsqueeze(-1)
         o_NHV, S_NHKV = kda_step(
-            *self._unit_qkv(q, k, v),
+            l2_norm(q),
+            l2_norm(k),
+            v,
             g_NHK * active_N1.unsqueeze(-1),
             beta_NH * active_N1,
             state.kda_NHKV[self.layer][:N],
+            K**-0.5,
         )
         state.kda_NHKV[self.layer][:N] = S_NHKV
         state.window_NJP[self.layer][:N] = torch.where(active_N1.unsqueeze(-1), window_and_qkv[:, 1:], window)
-        return self._output(o_NHV.to(x_ND.dtype), x_ND, N)
+        return self._output(o_NHV, x_ND, N)
 
     @torch.no_grad()
     def init_as_copying(self) -> None:
@@ -126,23 +138,12 @@ class KimiDeltaAttention(nn.Module):
     def _conv_weight(self) -> Tensor:
         return torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
 
-    def _unit_qkv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalised, q scaled, in the type of the recurrence.
-
-        That type is the next wider one than the activations' (float32 for bf16, as in the release; float64 for float32):
-        chunks and single tokens then round to the same activations, where in one type they drift apart with length.
-        """
-        wide = wider(q.dtype)
-        return l2_norm(q).to(wide) * self.cfg.kda_head_dim**-0.5, l2_norm(k).to(wide), v.to(wide)
-
     def _gates(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Log decay and write strength, computed in at least fp32, in the type of the recurrence."""
+        """Log decay and write strength, in at least fp32."""
         H, K = self.cfg.kda_num_heads, self.cfg.kda_head_dim
         f_THK = self.f_b_proj(self.f_a_proj(x_TD)).unflatten(-1, (H, K))
         g_THK = kda_gate(f_THK, self.A_log, self.dt_bias.view(H, K), self.cfg.gate_lower_bound)
-        beta_TH = torch.sigmoid(self.b_proj(x_TD).to(g_THK.dtype))
-        wide = wider(x_TD.dtype)
-        return g_THK.to(wide), beta_TH.to(wide)
+        return g_THK, torch.sigmoid(self.b_proj(x_TD).to(g_THK.dtype))
 
     def _output(self, o_THV: Tensor, x_TD: Tensor, T: int) -> Tensor:
         gate_TP = self.g_proj(x_TD) if self.cfg.use_full_rank_gate else self.g_b_proj(self.g_a_proj(x_TD))

@@ -24,24 +24,32 @@ class Linear(nn.Module):
         self.lora_scale = 0.0
 
     def attach_lora(self, rank: int, alpha: float, generator: torch.Generator) -> None:
-        """A uniform in +-1/sqrt(in), B zero: the function does not change until B does."""
+        """A uniform in +-1/sqrt(in), B zero: the function does not change until B does.
+
+        Factors are fp32, or fp64 where the weight is: an update of 1e-5 would vanish in a bf16 factor.
+        """
         out_features, in_features = self.weight.shape
         bound = in_features**-0.5
+        wide, device = torch.promote_types(self.weight.dtype, torch.float32), self.weight.device
         A = torch.empty(rank, in_features).uniform_(-bound, bound, generator=generator)
-        self.lora_A = nn.Parameter(A.to(self.weight))
-        self.lora_B = nn.Parameter(self.weight.new_zeros(out_features, rank))
+        self.lora_A = nn.Parameter(A.to(device, wide))
+        self.lora_B = nn.Parameter(torch.zeros(out_features, rank, dtype=wide, device=device))
         self.lora_scale = alpha / rank
 
     def effective_weight(self) -> Tensor:
-        """W + scale B A: for the one place that folds a projection into another operation."""
+        """W + scale B A: for the places that fold a projection into another operation.
+
+        With LoRA in at least fp32, whatever W is: rounded to bf16, a small update would be lost.
+        """
         if self.lora_A is None or self.lora_B is None:
             return self.weight
         return self.weight + self.lora_scale * (self.lora_B @ self.lora_A)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The factors are multiplied in x's type, and their product is added in it."""
         y = F.linear(x, self.weight)
         if self.lora_A is not None and self.lora_B is not None:
-            y = y + self.lora_scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
+            y = y + self.lora_scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
         return y
 
 

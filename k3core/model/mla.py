@@ -59,7 +59,7 @@ class MultiHeadLatentAttention(nn.Module):
             cache_SC = state.cache_NSC[self.layer][slot]
             cache_SC[start:end] = latent_QC
             k_NHSX, v_NHSV = self._keys_and_values(cache_SC[None, :end])
-            pos_NQ = torch.arange(start, end).unsqueeze(0)
+            pos_NQ = torch.arange(start, end, device=q_THX.device).unsqueeze(0)
             o_NHQV = mla_attention(q_QHX.transpose(0, 1)[None], k_NHSX, v_NHSV, pos_NQ, self.qk_head_dim**-0.5)
             outputs.append(o_NHQV[0].transpose(0, 1))
         return torch.cat(outputs)

@@ -5,22 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from k3core.model.config import K3Config
+from k3core.model.config import MXFP4_GROUP, K3Config
 from k3core.model.kda import KimiDeltaAttention
 from k3core.model.layers import MLP, Linear, RMSNorm
 from k3core.model.mla import MultiHeadLatentAttention
 from k3core.model.moe import LatentMoE
+from k3core.model.precision import FP32_KEPT as FP32_KEPT
+from k3core.model.precision import cast_model
+from k3core.model.recompute import Run, run_and_recompute, run_once
 from k3core.model.state import SlotState
 from k3kernels.attn_res import attn_res_mix
 from k3kernels.dtypes import wider
+from k3kernels.linear_logprob import MAX_LOGITS, MAX_WEIGHT, linear_logprob, wide_logits
+from k3kernels.linear_logprob.reference import linear_logprob as linear_logprob_whole
 from k3kernels.packing import Packing
 
 EMBEDDING_STD = 0.3  # of a model from scratch
+FP4_CODES_RMS = 2.926  # of uniformly drawn E2M1 codes: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, of either sign
+E8M0_BIAS = 127  # a scale byte b stands for 2^(b - 127)
 
 Attention = KimiDeltaAttention | MultiHeadLatentAttention
 Attend = Callable[[Attention, Tensor], Tensor]
@@ -82,13 +90,17 @@ class K3Model(nn.Module):
         replay_TLk: Tensor | None = None,
         state: SlotState | None = None,
         slots_N: Tensor | None = None,
+        activation_checkpointing: bool = False,
     ) -> Forward:
         """Packed sequences, from nothing (training) or each going on from its slot (prefill, which moves the slot).
 
         replay_TLk imposes recorded experts; -1 rows choose for themselves.
+        activation_checkpointing: each layer keeps its input and its experts, and is computed again in the backward pass.
         """
+        assert state is None or not activation_checkpointing, "computed again, a layer would move the slots again"
         x_TD = self.embed_tokens(tokens_T)
-        forward = self._layers(x_TD, replay_TLk, lambda attn, x: attn(x, packing, state, slots_N))
+        run = run_and_recompute if activation_checkpointing and torch.is_grad_enabled() else run_once
+        forward = self._layers(x_TD, replay_TLk, lambda attn, x: attn(x, packing, state, slots_N), run)
         if state is not None:
             assert slots_N is not None
             state.length_N[slots_N] += packing.lengths_N
@@ -96,7 +108,8 @@ class K3Model(nn.Module):
 
     def decode(self, tokens_N: Tensor, state: SlotState, is_active_N: Tensor) -> Forward:
         """One token for each of the first N slots; slots that are not active stay as they are."""
-        forward = self._layers(self.embed_tokens(tokens_N), None, lambda attn, x: attn.decode(x, state, is_active_N))
+        x_ND = self.embed_tokens(tokens_N)
+        forward = self._layers(x_ND, None, lambda attn, x: attn.decode(x, state, is_active_N), run_once)
         state.length_N[: tokens_N.shape[0]] += is_active_N
         return forward
 
@@ -104,12 +117,31 @@ class K3Model(nn.Module):
         """The head in the next wider type (bf16 in fp32, fp32 in fp64).
 
         Logits are the largest numbers of the model: one ulp of a logit of 16 in fp32 is 2e-6 nat, which would be most
-        of the difference between trainer and engine.
+        of the difference between trainer and engine. A large head is converted a block of the vocabulary at a time.
         """
-        wide = wider(hidden_TD.dtype)
-        return F.linear(hidden_TD.to(wide), self.lm_head.effective_weight().to(wide))
+        if self._is_head_small():
+            wide = wider(hidden_TD.dtype)
+            return F.linear(hidden_TD.to(wide), self.lm_head.effective_weight().to(wide))
+        return wide_logits(hidden_TD, self.lm_head.weight, self._head_branch(hidden_TD))
 
-    def _layers(self, x_TD: Tensor, replay_TLk: Tensor | None, attend: Attend) -> Forward:
+    def logprobs(self, hidden_MD: Tensor, tokens_M: Tensor, temperature: float) -> Tensor:
+        """log softmax(logits / temperature) at each row's token, fp32 [M]; blocks of logits where they are many."""
+        if self._is_head_small() and hidden_MD.shape[0] * self.cfg.vocab_size <= MAX_LOGITS:
+            return linear_logprob_whole(hidden_MD, self.lm_head.effective_weight(), tokens_M, temperature)
+        return linear_logprob(hidden_MD, self.lm_head.weight, tokens_M, temperature, self._head_branch(hidden_MD))
+
+    def _is_head_small(self) -> bool:
+        return self.lm_head.weight.numel() <= MAX_WEIGHT
+
+    def _head_branch(self, hidden_MD: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(scale h A^T in the type of the logits, B): the head's LoRA branch, whose product B A is as large as the head."""
+        A_rD, B_Vr = self.lm_head.lora_A, self.lm_head.lora_B
+        if A_rD is None or B_Vr is None:
+            return None
+        wide = wider(hidden_MD.dtype)
+        return self.lm_head.lora_scale * F.linear(hidden_MD.to(wide), A_rD.to(wide)), B_Vr
+
+    def _layers(self, x_TD: Tensor, replay_TLk: Tensor | None, attend: Attend, run: Run) -> Forward:
         bank: list[Tensor] = []
         prefix: Tensor | None = x_TD
         routes: list[Tensor] = []
@@ -117,26 +149,14 @@ class K3Model(nn.Module):
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             assert prefix is not None
-            attn_in = prefix
-            if block is not None:
-                if bank:
-                    attn_in = self._mix([*bank, prefix], layer.self_attention_res_norm, layer.self_attention_res_proj)
-                if i % block == 0:  # committed after this layer's read: row 0 is the embedding alone
-                    bank.append(prefix)
-                    prefix = None
-            a_TD = attend(layer.self_attn, layer.input_layernorm(attn_in))
-            prefix = a_TD if prefix is None else prefix + a_TD
-            mlp_in = prefix
-            if block is not None:
-                mlp_in = self._mix([*bank, prefix], layer.mlp_res_norm, layer.mlp_res_proj)
-            normed_TD = layer.post_attention_layernorm(mlp_in)
-            if self.cfg.is_moe(i):
-                replay_Tk = None if replay_TLk is None else replay_TLk[:, len(routes)]
-                m_TD, experts_Tk = layer.block_sparse_moe(normed_TD, replay_Tk)
+            replay_Tk = None if replay_TLk is None or not self.cfg.is_moe(i) else replay_TLk[:, len(routes)]
+            commits = block is not None and i % block == 0
+            out, experts_Tk = run(partial(self._layer, layer, attend, commits), prefix, replay_Tk, bank)
+            if experts_Tk is not None:
                 routes.append(experts_Tk)
-            else:
-                m_TD = layer.mlp(normed_TD)
-            prefix = prefix + m_TD
+            if commits:  # after this layer's read: row 0 is the embedding alone
+                bank.append(prefix)
+            prefix = out
         assert prefix is not None
         if block is not None:
             prefix = self._mix([*bank, prefix], self.output_attn_res_norm, self.output_attn_res_proj)
@@ -144,17 +164,46 @@ class K3Model(nn.Module):
         no_routes = x_TD.new_zeros(x_TD.shape[0], 0, k, dtype=torch.long)
         return Forward(self.norm(prefix), torch.stack(routes, 1) if routes else no_routes)
 
+    def _layer(
+        self,
+        layer: DecoderLayer,
+        attend: Attend,
+        commits: bool,
+        prefix: Tensor,
+        replay_Tk: Tensor | None,
+        *bank: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer: the running sum after it and the experts that it used. commits: it begins a new block, so what came
+        before is a row of the bank from its MLP on. The bank is empty where residuals are ordinary."""
+        has_bank = self.cfg.attn_res_block_size is not None
+        attn_in = prefix
+        if bank:
+            attn_in = self._mix([*bank, prefix], layer.self_attention_res_norm, layer.self_attention_res_proj)
+        a_TD = attend(layer.self_attn, layer.input_layernorm(attn_in))
+        rows = [*bank, prefix] if commits else [*bank]
+        prefix = a_TD if commits else prefix + a_TD
+        mlp_in = self._mix([*rows, prefix], layer.mlp_res_norm, layer.mlp_res_proj) if has_bank else prefix
+        normed_TD = layer.post_attention_layernorm(mlp_in)
+        experts_Tk = None
+        if hasattr(layer, "block_sparse_moe"):
+            m_TD, experts_Tk = layer.block_sparse_moe(normed_TD, replay_Tk)
+        else:
+            m_TD = layer.mlp(normed_TD)
+        return prefix + m_TD, experts_Tk
+
     def _mix(self, rows: list[Tensor], norm: RMSNorm, proj: ResidualProj) -> Tensor:
         return attn_res_mix(rows, norm.weight, proj.weight[0], self.cfg.rms_norm_eps)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """From scratch: embedding std 0.3, linears 1/sqrt(in), residual writers further by 1/sqrt(2L), reads uniform.
+        """From scratch: embedding std 0.3, linears 1/sqrt(in), residual writers but routed experts further by 1/sqrt(2L),
+        reads uniform.
 
         The decay starts log-uniform in 1e-3..0.3 per channel (dt_bias solves the gate for it at f = 0): a zero dt_bias
         in the lower-bounded form would forget e^-2.5 a token. Attention starts out as copying (`init_as_copying`) and the
         head as the embedding's transpose: a pretrained model brings copying along, a tiny one would need most of its
-        training to find it.
+        training to find it. Packed experts get random codes and the power of two as scale that comes closest to this std.
+        Every tensor is written, drawn in its own type where it lies: the generator belongs to the model's device.
         """
         cfg = self.cfg
         writers = ("o_proj.weight", "down_proj.weight", "routed_expert_up_proj.weight")
@@ -165,18 +214,40 @@ class K3Model(nn.Module):
                 p.uniform_(-0.1, 0.1, generator=generator)
             elif name.endswith("dt_bias"):
                 low, high = math.log(1e-3), math.log(0.3)
-                decay = torch.empty(p.shape).uniform_(low, high, generator=generator).exp()
+                decay = torch.empty(p.shape, device=p.device).uniform_(low, high, generator=generator).exp()
                 p.copy_(_inverse_gate(decay, cfg.gate_lower_bound))
             elif name.endswith(("A_log", "res_proj.weight")):
                 p.zero_()
-            elif p.ndim >= 2:
+            elif p.ndim == 1:
+                p.fill_(1)  # norms
+            else:
                 p.normal_(0.0, p.shape[-1] ** -0.5, generator=generator)
                 if name.endswith(writers):
                     p.mul_((2 * cfg.num_hidden_layers) ** -0.5)
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             layer.self_attn.init_as_copying()
-        self.lm_head.weight.copy_(self.embed_tokens.weight * cfg.hidden_size**-0.5 / EMBEDDING_STD)
+        self.lm_head.weight.copy_(self.embed_tokens.weight).mul_(cfg.hidden_size**-0.5).div_(EMBEDDING_STD)
+        for name, buffer in self.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.zero_()
+            elif name.endswith("_packed"):
+                buffer.random_(generator=generator)
+            elif name.endswith("_scale"):
+                std = (buffer.shape[-1] * MXFP4_GROUP) ** -0.5
+                buffer.fill_(E8M0_BIAS + round(math.log2(std / FP4_CODES_RMS)))
+
+
+def build_model(cfg: K3Config, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> K3Model:
+    """A model whose storage is uninitialised: to be filled by a checkpoint or by `init_weights`.
+
+    Weights have type `dtype`, those of FP32_KEPT at least fp32. It is made on the meta device and cast there, so each
+    tensor is allocated once, in its own type. Raises ValueError for a dtype that is not a floating point type.
+    """
+    with torch.device("meta"):
+        model = K3Model(cfg)
+    cast_model(model, dtype)
+    return model.to_empty(device=device)
 
 
 def _inverse_gate(decay: Tensor, lower_bound: float | None) -> Tensor:

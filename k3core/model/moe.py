@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from k3core.model.config import K3Config
+from k3core.model.config import MXFP4, K3Config
 from k3core.model.layers import MLP, Linear, RMSNorm
-from k3kernels.moe import moe_experts, route
+from k3kernels.moe import LoraPair, Matrices, PackedMatrices, moe_experts, route
+from k3kernels.mxfp4 import GROUP, packed_shapes
 
 
 class Router(nn.Module):
@@ -26,32 +27,79 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts of a layer, stacked; the checkpoint names them one by one (k3core.model.weights)."""
+    """All experts of a layer, stacked; the checkpoint names them one by one (k3core.model.weights).
 
-    def __init__(self, num_experts: int, hidden: int, width: int) -> None:
+    Matrices are w1 and w3 [E, width, hidden] and w2 [E, hidden, width]: parameters, or with quantization "mxfp4" two
+    uint8 buffers each, `w1_packed` [E, width, hidden/2] and `w1_scale` [E, width, hidden/32], which are not trained.
+    Raises ValueError for another quantization, and for widths that do not divide into its groups.
+    """
+
+    def __init__(self, num_experts: int, hidden: int, width: int, quantization: str | None = None) -> None:
         super().__init__()
-        self.w1 = nn.Parameter(torch.empty(num_experts, width, hidden))
-        self.w2 = nn.Parameter(torch.empty(num_experts, hidden, width))
-        self.w3 = nn.Parameter(torch.empty(num_experts, width, hidden))
-        self.lora_scale = 0.0
-        for name in ("w1", "w2", "w3"):
+        self._shapes = {
+            "w1": (num_experts, width, hidden),
+            "w2": (num_experts, hidden, width),
+            "w3": (num_experts, width, hidden),
+        }
+        if quantization not in (None, MXFP4):
+            raise ValueError(f"model.expert_quantization: must be {MXFP4!r} or none, got {quantization!r}")
+        if quantization is not None and (hidden % GROUP or width % GROUP):
+            raise ValueError(
+                f"model.expert_quantization {quantization}: experts of {width} x {hidden} do not divide into groups of "
+                f"{GROUP} along both widths (moe_intermediate_size; routed_expert_hidden_size or hidden_size)"
+            )
+        self.is_packed = quantization is not None
+        for name, shape in self._shapes.items():
+            if self.is_packed:
+                codes_shape, scale_shape = packed_shapes(shape)
+                self.register_buffer(f"{name}_packed", torch.empty(codes_shape, dtype=torch.uint8))
+                self.register_buffer(f"{name}_scale", torch.empty(scale_shape, dtype=torch.uint8))
+            else:
+                self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        self._lora_scales = dict.fromkeys(self._shapes, 0.0)
+        for name in self._shapes:
             self.register_parameter(f"{name}_lora_A", None)
             self.register_parameter(f"{name}_lora_B", None)
 
+    def shape(self, name: str) -> tuple[int, int, int]:
+        """(E, out, in) of the matrix `name` (w1, w2 or w3)."""
+        return self._shapes[name]
+
+    def matrices(self, name: str, dtype: torch.dtype) -> Matrices:
+        """The matrix `name` of every expert, as `moe_experts` takes it; packed ones give type `dtype`."""
+        if self.is_packed:
+            return PackedMatrices(self.get_buffer(f"{name}_packed"), self.get_buffer(f"{name}_scale"), dtype)
+        return self.get_parameter(name)
+
+    def expert(self, name: str, e: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """One expert's matrix [out, in] without LoRA: a packed one unpacked to dtype, which is exact, else a view."""
+        return self.matrices(name, dtype)[e]
+
     def attach_lora(self, name: str, rank: int, alpha: float, generator: torch.Generator) -> None:
-        """One pair (A [E, r, in], B [E, out, r]) for every expert's matrix `name` (w1, w2 or w3)."""
-        E, out_features, in_features = getattr(self, name).shape
+        """One pair (A [E, r, in], B [E, out, r]) for every expert's matrix `name` (w1, w2 or w3).
+
+        Factors are fp32, or fp64 where the weights are: an update of 1e-5 would vanish in a bf16 factor.
+        """
+        E, out_features, in_features = self.shape(name)
+        stored = self.get_buffer(f"{name}_packed") if self.is_packed else self.get_parameter(name)
+        wide = torch.promote_types(stored.dtype, torch.float32)
         bound = in_features**-0.5
         A = torch.empty(E, rank, in_features).uniform_(-bound, bound, generator=generator)
-        setattr(self, f"{name}_lora_A", nn.Parameter(A.to(self.w1)))
-        setattr(self, f"{name}_lora_B", nn.Parameter(self.w1.new_zeros(E, out_features, rank)))
-        self.lora_scale = alpha / rank
+        setattr(self, f"{name}_lora_A", nn.Parameter(A.to(stored.device, wide)))
+        B = torch.zeros(E, out_features, rank, dtype=wide, device=stored.device)
+        setattr(self, f"{name}_lora_B", nn.Parameter(B))
+        self._lora_scales[name] = alpha / rank
+
+    def lora(self, name: str) -> LoraPair | None:
+        A, B = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
+        return None if A is None or B is None else LoraPair(A, B, self._lora_scales[name])
 
     def effective(self, name: str) -> Tensor:
-        """The stacked matrix `name`, with its LoRA product added when there is one."""
-        weight, A, B = (getattr(self, key) for key in (name, f"{name}_lora_A", f"{name}_lora_B"))
-        merged: Tensor = weight if A is None else weight + self.lora_scale * (B @ A)
-        return merged
+        """W + scale B A of all experts, stacked. For merging: the forward pass never makes it."""
+        pair = self.lora(name)
+        wide = torch.float32 if pair is None else pair.A_ErI.dtype
+        weight = torch.stack([self.expert(name, e, wide) for e in range(self.shape(name)[0])])
+        return weight if pair is None else weight + pair.scale * (pair.B_EOr @ pair.A_ErI)
 
 
 class LatentMoE(nn.Module):
@@ -60,7 +108,7 @@ class LatentMoE(nn.Module):
         self.cfg = cfg
         width = cfg.routed_expert_hidden_size or cfg.hidden_size
         self.gate = Router(cfg)
-        self.experts = Experts(cfg.num_experts, width, cfg.moe_intermediate_size)
+        self.experts = Experts(cfg.num_experts, width, cfg.moe_intermediate_size, cfg.expert_quantization)
         self.is_latent = cfg.routed_expert_hidden_size is not None
         if self.is_latent:
             self.routed_expert_down_proj = Linear(cfg.hidden_size, width)
@@ -82,9 +130,10 @@ class LatentMoE(nn.Module):
             replay_Tk,
         )
         z_TR = self.routed_expert_down_proj(x_TD) if self.is_latent else x_TD
-        w1, w3, w2 = (self.experts.effective(name) for name in ("w1", "w3", "w2"))
-        situ = (cfg.activation_situ_beta, cfg.activation_situ_linear_beta) if cfg.hidden_act == "situ" else None
-        r_TR = moe_experts(z_TR, experts_Tk, weights_Tk, w1, w3, w2, situ)
+        experts = self.experts
+        w1, w3, w2 = (experts.matrices(name, z_TR.dtype) for name in ("w1", "w3", "w2"))
+        lora = (experts.lora("w1"), experts.lora("w3"), experts.lora("w2"))
+        r_TR = moe_experts(z_TR, experts_Tk, weights_Tk, w1, w3, w2, situ_betas(cfg), lora)
         if self.is_latent:
             # The norm sees the sum over experts, never one expert alone.
             r_TR = self.routed_expert_norm(r_TR) if cfg.latent_moe_use_norm else r_TR
@@ -92,3 +141,12 @@ class LatentMoE(nn.Module):
         if cfg.num_shared_experts:
             r_TR = r_TR + self.shared_experts(x_TD)
         return r_TR, experts_Tk
+
+
+def situ_betas(cfg: K3Config) -> tuple[float, float | None] | None:
+    """SiTU's (beta, linear_beta), or None for SiLU. Raises ValueError for another activation."""
+    if cfg.hidden_act == "situ":
+        return cfg.activation_situ_beta, cfg.activation_situ_linear_beta
+    if cfg.hidden_act == "silu":
+        return None
+    raise ValueError(f"model.hidden_act: {cfg.hidden_act!r} is not known; use situ or silu")

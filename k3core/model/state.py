@@ -14,24 +14,33 @@ class SlotState:
 
     kda_NHKV[layer] the recurrent state in the next wider type, window_NJP[layer] the last J-1 inputs of the convolution (q|k|v),
     cache_NSC[layer] one latent row (kv_lora_rank | rope width) per token. length_N counts the tokens that
-    all three have seen: there is one position per slot, so they cannot come apart.
+    all three have seen: there is one position per slot, so they cannot come apart. All lie on `device`, the model's;
+    dtype is that of the model's activations.
     """
 
-    def __init__(self, cfg: K3Config, num_slots: int, max_length: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        cfg: K3Config,
+        num_slots: int,
+        max_length: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.num_slots, self.max_length = num_slots, max_length
         P = cfg.kda_num_heads * cfg.kda_head_dim
         self.kda_NHKV: dict[int, Tensor] = {}
         self.window_NJP: dict[int, Tensor] = {}
         self.cache_NSC: dict[int, Tensor] = {}
+        K, J = cfg.kda_head_dim, cfg.short_conv_kernel_size
+        C = cfg.kv_lora_rank + cfg.qk_rope_head_dim
         for layer in range(cfg.num_hidden_layers):
             if cfg.is_kda(layer):
-                shape = (num_slots, cfg.kda_num_heads, cfg.kda_head_dim, cfg.kda_head_dim)
-                self.kda_NHKV[layer] = torch.zeros(shape, dtype=wider(dtype))
-                self.window_NJP[layer] = torch.zeros(num_slots, cfg.short_conv_kernel_size - 1, 3 * P, dtype=dtype)
+                shape = (num_slots, cfg.kda_num_heads, K, K)
+                self.kda_NHKV[layer] = torch.zeros(shape, dtype=wider(dtype), device=device)
+                self.window_NJP[layer] = torch.zeros(num_slots, J - 1, 3 * P, dtype=dtype, device=device)
             else:
-                width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
-                self.cache_NSC[layer] = torch.zeros(num_slots, max_length, width, dtype=dtype)
-        self.length_N = torch.zeros(num_slots, dtype=torch.long)
+                self.cache_NSC[layer] = torch.zeros(num_slots, max_length, C, dtype=dtype, device=device)
+        self.length_N = torch.zeros(num_slots, dtype=torch.long, device=device)
 
     def reset(self, slot: int) -> None:
         """Make a slot an empty history. MLA rows behind the length weigh 0 in a batch, but 0 times NaN is NaN: all go."""

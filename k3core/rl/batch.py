@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -37,6 +37,17 @@ class Batch:
     @property
     def seq_M(self) -> Tensor:
         return self.packing.seq_T[self.target_M]
+
+    def to(self, device: torch.device) -> Batch:
+        return replace(
+            self,
+            tokens_T=self.tokens_T.to(device),
+            packing=Packing(self.packing.lengths, device),
+            target_M=self.target_M.to(device),
+            rollout_logprobs_M=self.rollout_logprobs_M.to(device),
+            advantages_N=self.advantages_N.to(device),
+            replay_TLk=None if self.replay_TLk is None else self.replay_TLk.to(device),
+        )
 
 
 def make_batch(

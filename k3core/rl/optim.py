@@ -48,19 +48,20 @@ class NamedAdamW:
 
     def step(self, learning_rate: float) -> StepResult:
         """One step from the accumulated gradients, which are then dropped. Refused, bit-unchanged, when one is not finite."""
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-                self.zero_grad()
-                return StepResult(False, float("nan"), f"the gradient of {name} is not finite")
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if not gradients:
             return StepResult(False, float("nan"), "no parameter has a gradient")
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        if not math.isfinite(norm):  # each number is finite, the sum of squares is not: clipping would make zeros of it
+        # The one number that a GPU is waited for: it is finite only if every number of every gradient is.
+        norm = float(torch.nn.utils.get_total_norm(list(gradients.values())))
+        if not math.isfinite(norm):
             self.zero_grad()
+            for name, gradient in gradients.items():
+                if not torch.isfinite(gradient).all():
+                    return StepResult(False, float("nan"), f"the gradient of {name} is not finite")
+            # Each number is finite, the sum of squares is not: clipping would make zeros of it.
             return StepResult(False, norm, "the norm of the gradient overflows")
         if norm > self.cfg.grad_clip:
-            torch._foreach_mul_(gradients, self.cfg.grad_clip / (norm + 1e-6))
+            torch._foreach_mul_(list(gradients.values()), self.cfg.grad_clip / (norm + 1e-6))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
@@ -71,11 +72,11 @@ class NamedAdamW:
         self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """`exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` of every parameter that has moved."""
+        """`exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` of every parameter that has moved, copied to host memory."""
         out = {}
         for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                out[f"{key}.{name}"] = value.detach().clone()
+                out[f"{key}.{name}"] = value.detach().to("cpu", copy=True)
         return out
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -90,7 +91,8 @@ class NamedAdamW:
             parameter = self.parameters.get(name)
             if parameter is None or kind not in _KINDS or value.shape != (parameter.shape if kind != "step" else ()):
                 raise ValueError(f"optimizer state: {key} {tuple(value.shape)} fits no trained parameter")
-            state.setdefault(name, {})[kind] = value.clone()
+            device = "cpu" if kind == "step" else parameter.device  # where AdamW itself keeps them
+            state.setdefault(name, {})[kind] = value.to(device, copy=True)
         for name, kinds in state.items():
             if missing := [kind for kind in _KINDS if kind not in kinds]:
                 raise ValueError(f"optimizer state: {missing[0]}.{name} is missing")

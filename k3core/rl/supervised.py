@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3core.chat import History, generation_stub, render_messages, render_tool_results, render_turn
+from k3core.chat import ChatSettings, History, chat_format
 from k3core.rl.optim import StepResult
 from k3core.rl.trainer import Trainer
 from k3core.tokenizer import Tokenizer
-from k3core.types import Message
+from k3core.types import Message, ToolCall
 from k3kernels.packing import Packing
 
 
@@ -35,25 +36,34 @@ class SupervisedStep:
     result: StepResult
 
 
-def demonstration(messages: Sequence[Message], tokenizer: Tokenizer, thinking: bool) -> Demonstration:
-    """The same token layout as an episode's: prompt, then stub, turn, tool results, stub, turn, ..."""
+def demonstration(
+    messages: Sequence[Message], tokenizer: Tokenizer, thinking: bool, tools: tuple[Mapping[str, Any], ...] = ()
+) -> Demonstration:
+    """The same token layout as an episode's: tools and prompt, then stub, turn, tool results, stub, turn, ..."""
+    chat = chat_format(tokenizer)
     history = History()
+    history.append_context(chat.render_messages((), ChatSettings(tools=tools)))
+    calls: tuple[ToolCall, ...] | None = None
     for role, group in groupby(messages, key=lambda message: message.role):
         if role == "assistant":
             for message in group:
-                history.append_context(generation_stub(tokenizer, thinking))
-                history.append_sampled(render_turn(message, tokenizer, thinking))
+                history.append_context(chat.generation_stub(thinking))
+                history.append_sampled(chat.render_turn(message, thinking))
+                calls = message.tool_calls
         elif role == "tool":
-            history.append_context(render_tool_results(list(group), tokenizer))
+            history.append_context(chat.render_tool_results(list(group), calls))
         else:
-            history.append_context(render_messages(list(group), tokenizer, thinking=thinking))
+            history.append_context(chat.render_messages(list(group)))
     return Demonstration(tuple(history.tokens), tuple(history.loss_mask))
 
 
 def supervised_step(
     trainer: Trainer, demonstrations: Sequence[Demonstration], microbatch_rows: int, learning_rate: float
 ) -> SupervisedStep:
-    """One optimizer step of the mean negative log-likelihood over all trained tokens of these demonstrations."""
+    """One optimizer step of the mean negative log-likelihood over all trained tokens of these demonstrations.
+
+    Without a trained token the mean is not a number, and the step is refused.
+    """
     by_length = sorted(demonstrations, key=lambda d: len(d.tokens))
     num_targets = sum(sum(d.loss_mask) for d in by_length)
 

@@ -44,6 +44,7 @@ def update_policy(
     progress: Callable[[int, int], None] | None = None,
 ) -> UpdateResult:
     """Every kept trajectory is trained on once. The minibatches are a seeded shuffle, so a retry repeats them exactly.
+    Batches wait in host memory; one at a time goes to the trainer's device.
 
     progress(done, of) is called after each pass over a micro-batch; what it raises ends the update.
     """
@@ -64,7 +65,9 @@ def update_policy(
         old_logprobs.append(_old_logprobs(trainer, batch))
         if progress is not None:
             progress(next(passes), 2 * len(batches))
-    metrics = drift(torch.cat(old_logprobs).numpy(), torch.cat([batch.rollout_logprobs_M for batch in batches]).numpy())
+    metrics = drift(
+        torch.cat(old_logprobs).cpu().numpy(), torch.cat([batch.rollout_logprobs_M for batch in batches]).numpy()
+    )
     metrics |= _route_metrics(batches)
 
     old = iter(old_logprobs)
@@ -73,7 +76,8 @@ def update_policy(
     vetoes: list[str] = []
     for minibatch in minibatches:
         num_sequences = sum(batch.packing.num_sequences for batch in minibatch)
-        for batch in minibatch:
+        for on_host in minibatch:
+            batch = on_host.to(trainer.device)
             part = trainer.forward_backward(
                 batch.tokens_T,
                 batch.packing,

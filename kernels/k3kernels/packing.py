@@ -13,11 +13,13 @@ from torch import Tensor
 class Packing:
     """Lengths of the N sequences that lie end to end in a packed tensor; all at least 1.
 
-    seq_T, pos_T: the sequence of each token and its place in it. pad/unpad move between [T, ...] and
-    [N, length, ...] with right padding; both are gathers in both directions, so gradients are exact and ordered.
+    seq_T, pos_T: the sequence of each token and its place in it. All tensors lie on `device`, which is that of the
+    packed tensors. pad/unpad move between [T, ...] and [N, length, ...] with right padding; both are gathers in both
+    directions, so gradients are exact and ordered.
     """
 
     lengths: tuple[int, ...]
+    device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
         assert min(self.lengths, default=0) > 0, self.lengths
@@ -36,7 +38,7 @@ class Packing:
 
     @cached_property
     def lengths_N(self) -> Tensor:
-        return torch.tensor(self.lengths)
+        return torch.tensor(self.lengths, device=self.device)
 
     @cached_property
     def starts_N(self) -> Tensor:
@@ -44,11 +46,13 @@ class Packing:
 
     @cached_property
     def seq_T(self) -> Tensor:
-        return torch.repeat_interleave(torch.arange(self.num_sequences), self.lengths_N)
+        """The number of tokens is given, or a GPU would have to be waited for to know it."""
+        sequences_N = torch.arange(self.num_sequences, device=self.device)
+        return torch.repeat_interleave(sequences_N, self.lengths_N, output_size=self.num_tokens)
 
     @cached_property
     def pos_T(self) -> Tensor:
-        return torch.arange(self.num_tokens) - self.starts_N[self.seq_T]
+        return torch.arange(self.num_tokens, device=self.device) - self.starts_N[self.seq_T]
 
     @cached_property
     def last_N(self) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 
 from k3kernels.attn_res.eager import attn_res_mix
 from k3kernels.attn_res.reference import attn_res_mix as attn_res_mix_ref
+from k3kernels.mla import eager as mla_eager
 from k3kernels.mla.eager import mla_attention_from_start
 from k3kernels.mla.reference import mla_absorbed, mla_attention
 from k3kernels.moe.eager import moe_experts
@@ -107,6 +108,24 @@ def test_attention_from_start_equals_the_definition():
     q, k, v = randn(2, 3, 9, 6), randn(2, 3, 9, 6, seed=1), randn(2, 3, 9, 4)
     pos = torch.arange(9).expand(2, 9)
     assert_same(lambda *a: mla_attention_from_start(*a, 0.4), lambda *a: mla_attention(*a, pos, 0.4), [q, k, v])
+
+
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_attention_in_blocks_of_queries_equals_the_whole(num_queries, monkeypatch):
+    """Seven queries at the end of a history, with room for the scores of one or of three of them."""
+    N, H, S = 2, 3, 20
+    q, k, v = randn(N, H, 7, 6), randn(N, H, S, 6, seed=1), randn(N, H, S, 4)
+    pos = torch.arange(S - 7, S).expand(N, 7)
+    monkeypatch.setattr(mla_eager, "LARGEST_BYTES", num_queries * N * H * S * 8)
+    seen, whole = [], mla_attention
+
+    def seeing(q, *rest):
+        seen.append(q.shape[2])
+        return whole(q, *rest)
+
+    monkeypatch.setattr(mla_eager.reference, "mla_attention", seeing)
+    assert_same(lambda *a: mla_eager.mla_attention(*a, pos, 0.4), lambda *a: whole(*a, pos, 0.4), [q, k, v])
+    assert max(seen) == num_queries
 
 
 def test_absorbed_attention_equals_attention_over_the_expansion():

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from k3kernels.kda import kda_chunked, kda_gate, kda_recurrent, l2_norm
+from k3kernels.kda import eager, kda_chunked, kda_gate, kda_recurrent, kda_step, l2_norm
+from k3kernels.kda.reference import kda_chunked as kda_chunked_whole
 from k3kernels.packing import Packing
 
 NAMES = ("q", "k", "v", "g", "beta", "state")
@@ -127,3 +128,52 @@ def test_padding_with_zeros_leaves_the_state_as_it_is():
     longer = [torch.cat([x, torch.zeros_like(x[:, :3])], 1) for x in args[:5]]
     _, got = kda_recurrent(*longer, args[5])
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize(("fitting", "shape"), [(1, (1, 16)), (50, (1, 48)), (112, (1, 112)), (229, (2, 112))])
+def test_segments_equal_the_whole_with_all_gradients(fitting, shape, lower_bound, monkeypatch):
+    """Of 5 sequences of 112 tokens: one chunk at a time, 48 tokens (the last piece is short), one sequence, two."""
+    args = inputs(5, 112, lower_bound=lower_bound)
+    token_bytes = 2 * 8 * (10 if lower_bound else 16 * 5)  # heads, fp64, and W and U of a token or its pairwise decays
+    monkeypatch.setattr(eager, "LARGEST_BYTES", fitting * token_bytes)
+    whole, seen = kda_chunked_whole, []
+
+    def seeing(q, *rest):
+        seen.append(q.shape[:2])
+        return whole(q, *rest)
+
+    monkeypatch.setattr(eager.reference, "kda_chunked", seeing)
+    got = outputs_and_gradients(lambda *a: kda_chunked(*a, 16, lower_bound, 0.5), args)
+    assert max(seen) == shape
+    want = outputs_and_gradients(lambda *a: whole(*a, 16, lower_bound, 0.5), args)
+    for name, a, b in zip(("o", "state out", *NAMES), got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_what_fits_is_computed_whole():
+    """No bit of a small model may depend on how a large one is cut."""
+    assert eager.segment_shape(64, 320, 16, 4 * 48 * 8) == (64, 320)
+
+
+def test_the_state_is_key_by_value():
+    """Writing value e_2 under key e_0 at full strength sets S[0, 2], which a query e_0 reads back."""
+    unit = torch.eye(4, dtype=torch.float64).view(4, 1, 1, 4)  # N, H
+    zeros = torch.zeros(1, 1, 4, dtype=torch.float64)
+    state = torch.zeros(1, 1, 4, 4, dtype=torch.float64)
+    o, state = kda_step(unit[0], unit[0], unit[2], zeros, torch.ones(1, 1).double(), state)
+    assert state[0, 0].nonzero().tolist() == [[0, 2]]
+    assert torch.equal(o, unit[2])
+    decay = torch.tensor([[[-1.0, 0, 0, 0]]], dtype=torch.float64)  # of key channel 0: its row shrinks
+    _, state = kda_step(unit[3], unit[1], unit[2], decay, torch.ones(1, 1).double(), state)
+    torch.testing.assert_close(state[0, 0, :2, 2], torch.tensor([-1.0, 0.0]).double().exp())
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+def test_a_sequence_of_one_token_goes_through_the_chunked_form(lower_bound):
+    q, k, v, g, beta, state = (x.detach().float() for x in inputs(3, 1, lower_bound=lower_bound))
+    rows = [torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, 15)) for x in (q, k, v, g, beta)]
+    o, last = kda_chunked(*rows, state, 16, lower_bound)
+    want_o, want_last = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
+    torch.testing.assert_close(o[:, 0], want_o)
+    torch.testing.assert_close(last, want_last)

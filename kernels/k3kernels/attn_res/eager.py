@@ -1,4 +1,7 @@
-"""Attention Residual read with hand-written backward, row by row: no [R, T, D] tensor is ever made (CPU training)."""
+"""Attention Residual read with hand-written backward, row by row: no [R, T, D] tensor is ever made.
+
+Rows are widened one at a time, where they are read, and kept in their own type.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,38 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from k3kernels.dtypes import at_least_fp32
+
 
 def attn_res_mix(rows: Sequence[Tensor], norm_D: Tensor, proj_D: Tensor, eps: float) -> Tensor:
-    out: Tensor = _Mix.apply(norm_D * proj_D, eps, *rows)
+    wide = at_least_fp32(rows[0].dtype)
+    out: Tensor = _Mix.apply(norm_D.to(wide) * proj_D.to(wide), eps, *rows)
     return out
 
 
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, eps, *rows):  # type: ignore[no-untyped-def]
-        inverse_RT = torch.stack([torch.linalg.vector_norm(row, dim=-1) for row in rows])
+        wide = query.dtype
+        norms, dots = [], []
+        for row in rows:
+            row_wide = row.to(wide)
+            norms.append(torch.linalg.vector_norm(row_wide, dim=-1))
+            dots.append(row_wide @ query)
+        inverse_RT = torch.stack(norms)
         inverse_RT = torch.rsqrt(inverse_RT * inverse_RT / query.shape[0] + eps)
-        dot_RT = torch.stack([row @ query for row in rows])
+        dot_RT = torch.stack(dots)
         prob_RT = torch.softmax(dot_RT * inverse_RT, dim=0)
         out = rows[0] * prob_RT[0].unsqueeze(-1)
         for row, prob_T in zip(rows[1:], prob_RT[1:], strict=True):
-            out.addcmul_(row, prob_T.unsqueeze(-1))
+            out.addcmul_(row.to(wide), prob_T.unsqueeze(-1))
         ctx.save_for_backward(query, inverse_RT, dot_RT, prob_RT, *rows)
-        return out
+        return out.to(rows[0].dtype)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         query, inverse_RT, dot_RT, prob_RT, *rows = ctx.saved_tensors
+        grad = grad.to(query.dtype)
         grad_prob_RT = torch.stack([(grad * row).sum(-1) for row in rows])
         grad_score_RT = prob_RT * (grad_prob_RT - (prob_RT * grad_prob_RT).sum(0))
         along_query_RT = grad_score_RT * inverse_RT
@@ -36,9 +49,10 @@ class _Mix(torch.autograd.Function):
         grad_query = torch.zeros_like(query)
         grad_rows = []
         for r, row in enumerate(rows):
+            row_wide = row.to(query.dtype)
             grad_row = grad * prob_RT[r].unsqueeze(-1)
             grad_row.addr_(along_query_RT[r], query)
-            grad_row.addcmul_(row, along_row_RT[r].unsqueeze(-1), value=-1)
-            grad_rows.append(grad_row)
-            grad_query.addmv_(row.T, along_query_RT[r])
+            grad_row.addcmul_(row_wide, along_row_RT[r].unsqueeze(-1), value=-1)
+            grad_rows.append(grad_row.to(row.dtype))
+            grad_query.addmv_(row_wide.T, along_query_RT[r])
         return grad_query, None, *grad_rows

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from k3kernels.dtypes import at_least_fp32
+
 
 def attn_res_mix(rows: Sequence[Tensor], norm_D: Tensor, proj_D: Tensor, eps: float) -> Tensor:
     """Softmax-weighted sum over R residual rows [T, D] per token.
 
     score_r = sum_c row_rc * rsqrt(mean_c row_r^2 + eps) * (norm_c proj_c), softmax over r without a scale.
-    Only the keys are normalised; the values are the raw rows. At least fp32 inside, rounded once.
+    Only the keys are normalised; the values are the raw rows. At least fp32 inside (norm proj and scores too), rounded
+    once.
     """
-    wide = torch.promote_types(rows[0].dtype, torch.float32)
+    wide = at_least_fp32(rows[0].dtype)
     rows_RTD = torch.stack([row.to(wide) for row in rows])
     scale_RT = torch.rsqrt(rows_RTD.square().mean(-1) + eps)
     score_RT = (rows_RTD @ (norm_D.to(wide) * proj_D.to(wide))) * scale_RT

@@ -1,7 +1,8 @@
 """Kimi Delta Attention (arXiv 2510.26692): the gate, the token recurrence that defines it, and the chunked form.
 
 State S [K, V] per head. With decay exp(g_t) per key channel, unit key k_t and write strength beta_t:
-    S <- diag(exp g_t) S;   u_t = beta_t (v_t - S^T k_t);   S <- S + k_t u_t^T;   o_t = S^T q_t
+    S <- diag(exp g_t) S;   u_t = beta_t (v_t - S^T k_t);   S <- S + k_t u_t^T;   o_t = S^T (scale q_t)
+The state's type is that of the whole recurrence: inputs are widened to it, and o is rounded once, to v's type.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from k3kernels.dtypes import at_least_fp32
 
 MAX_EXPONENT = 80.0  # exp() of it is finite in fp32, and so is the product with a unit-norm key
 
@@ -19,7 +22,7 @@ def kda_gate(f_THK: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor, lower_bound: fl
     lower_bound None (Kimi-Linear): g = -exp(A_log) softplus(f + dt_bias).
     lower_bound L < 0 (K3): g = L sigmoid(exp(A_log) (f + dt_bias)), which replaces the softplus form and lies in (L, 0).
     """
-    wide = torch.promote_types(f_THK.dtype, torch.float32)
+    wide = at_least_fp32(f_THK.dtype)
     z_THK = f_THK.to(wide) + dt_bias_HK.to(wide)
     a_H1 = A_log_H.to(wide).exp().unsqueeze(-1)
     if lower_bound is None:
@@ -28,35 +31,48 @@ def kda_gate(f_THK: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor, lower_bound: fl
 
 
 def l2_norm(x_THK: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(sum x^2 + eps): eps is added to the sum, not to the mean."""
-    wide = torch.promote_types(x_THK.dtype, torch.float32)
-    x32_THK = x_THK.to(wide)
-    return (x32_THK * torch.rsqrt(x32_THK.square().sum(-1, keepdim=True) + eps)).to(x_THK.dtype)
+    """round(x / sqrt(sum x^2 + eps)), in at least fp32: eps is added to the sum, not to the mean."""
+    x_wide_THK = x_THK.to(at_least_fp32(x_THK.dtype))
+    return (x_wide_THK * torch.rsqrt(x_wide_THK.square().sum(-1, keepdim=True) + eps)).to(x_THK.dtype)
 
 
 def kda_recurrent(
-    q_NLHK: Tensor, k_NLHK: Tensor, v_NLHV: Tensor, g_NLHK: Tensor, beta_NLH: Tensor, state_NHKV: Tensor
+    q_NLHK: Tensor,
+    k_NLHK: Tensor,
+    v_NLHV: Tensor,
+    g_NLHK: Tensor,
+    beta_NLH: Tensor,
+    state_NHKV: Tensor,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The definition: one token after the other. q and k are normalised, q is scaled. Returns o [N, L, H, V] and S.
+    """The definition: one token after the other; q and k are normalised. Returns o [N, L, H, V] and S.
 
     A position with k = 0, g = 0 and beta = 0 leaves the state as it is: that is how rows are padded.
     """
     S_NHKV = state_NHKV
     outputs = []
     for t in range(q_NLHK.shape[1]):
-        o_NHV, S_NHKV = kda_step(q_NLHK[:, t], k_NLHK[:, t], v_NLHV[:, t], g_NLHK[:, t], beta_NLH[:, t], S_NHKV)
+        row = (q_NLHK[:, t], k_NLHK[:, t], v_NLHV[:, t], g_NLHK[:, t], beta_NLH[:, t])
+        o_NHV, S_NHKV = kda_step(*row, S_NHKV, scale)
         outputs.append(o_NHV)
     return torch.stack(outputs, 1), S_NHKV
 
 
 def kda_step(
-    q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, g_NHK: Tensor, beta_NH: Tensor, state_NHKV: Tensor
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHV: Tensor,
+    g_NHK: Tensor,
+    beta_NH: Tensor,
+    state_NHKV: Tensor,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """One token of the recurrence for N sequences: decay, read with k, write, read with q."""
-    S_NHKV = g_NHK.exp().unsqueeze(-1) * state_NHKV
-    u_NHV = beta_NH.unsqueeze(-1) * (v_NHV - (k_NHK.unsqueeze(-2) @ S_NHKV).squeeze(-2))
-    S_NHKV = S_NHKV + k_NHK.unsqueeze(-1) * u_NHV.unsqueeze(-2)
-    return (q_NHK.unsqueeze(-2) @ S_NHKV).squeeze(-2), S_NHKV
+    q, k, v, g, beta = (x.to(state_NHKV.dtype) for x in (q_NHK, k_NHK, v_NHV, g_NHK, beta_NH))
+    S_NHKV = g.exp().unsqueeze(-1) * state_NHKV
+    u_NHV = beta.unsqueeze(-1) * (v - (k.unsqueeze(-2) @ S_NHKV).squeeze(-2))
+    S_NHKV = S_NHKV + k.unsqueeze(-1) * u_NHV.unsqueeze(-2)
+    return ((q * scale).unsqueeze(-2) @ S_NHKV).squeeze(-2).to(v_NHV.dtype), S_NHKV
 
 
 def kda_chunked(
@@ -68,6 +84,7 @@ def kda_chunked(
     state_NHKV: Tensor,
     chunk: int,
     lower_bound: float | None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The same in chunks of C tokens; L must be a multiple of C (pad with zeros).
 
@@ -80,16 +97,17 @@ def kda_chunked(
     """
     L, K, C = q_NLHK.shape[1], q_NLHK.shape[3], chunk
     assert L % C == 0, (L, C)
+    wide = state_NHKV.dtype
 
     def to_chunks(x: Tensor) -> Tensor:  # [N, L, H, X] -> [N, H, L/C, C, X]
         return x.unflatten(1, (L // C, C)).permute(0, 3, 1, 2, 4)
 
-    q, k, v, g = (to_chunks(x) for x in (q_NLHK, k_NLHK, v_NLHV, g_NLHK))
-    beta = to_chunks(beta_NLH.unsqueeze(-1))
+    q = to_chunks(q_NLHK.to(wide) * scale)
+    k, v, g, beta = (to_chunks(x.to(wide)) for x in (k_NLHK, v_NLHV, g_NLHK, beta_NLH.unsqueeze(-1)))
     G = g.cumsum(-2)
     G_last = G[..., -1:, :]
     expG = G.exp()
-    if lower_bound is not None and -lower_bound * ((C + 1) // 2) <= MAX_EXPONENT:
+    if is_split(lower_bound, C):
         middle = G[..., C // 2 : C // 2 + 1, :]
         k_right = k * (middle - G).exp()
         from_middle = (G - middle).exp()
@@ -118,4 +136,9 @@ def kda_chunked(
         outputs.append(q_c @ S + qk_c @ Ut)
         S = decay_c * S + k_c @ Ut
     o_NHLV = torch.cat(outputs, 2)
-    return o_NHLV.transpose(1, 2), S
+    return o_NHLV.transpose(1, 2).to(v_NLHV.dtype), S
+
+
+def is_split(lower_bound: float | None, chunk: int) -> bool:
+    """Whether the gate's bound lets a chunk's pairwise exponents be split around its middle."""
+    return lower_bound is not None and -lower_bound * ((chunk + 1) // 2) <= MAX_EXPONENT

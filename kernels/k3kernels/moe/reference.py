@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from k3kernels.dtypes import at_least_fp32
+from k3kernels.moe.matrices import NO_LORA, ExpertLora, LoraPair, Matrices
 from k3kernels.situ.reference import situ
 
 
@@ -37,22 +39,36 @@ def moe_experts(
     x_TR: Tensor,
     experts_Tk: Tensor,
     weights_Tk: Tensor,
-    w1_EFR: Tensor,
-    w3_EFR: Tensor,
-    w2_ERF: Tensor,
+    w1_EFR: Matrices,
+    w3_EFR: Matrices,
+    w2_ERF: Matrices,
     situ_betas: tuple[float, float | None] | None,
+    lora: ExpertLora = NO_LORA,
 ) -> Tensor:
     """sum_k weight_k expert_k(x), weights applied after the down projection, summed in at least fp32, rounded once.
 
-    situ_betas are SiTU's (beta, linear_beta); None is SiLU (Kimi-Linear).
+    The sum runs in slot order. situ_betas are SiTU's (beta, linear_beta); None is SiLU (Kimi-Linear).
     """
-    wide = torch.promote_types(x_TR.dtype, torch.float32)
-    out_TR = torch.zeros_like(x_TR, dtype=wide)
+    wide = at_least_fp32(x_TR.dtype)
+    T, k = experts_Tk.shape
+    y_TkR = x_TR.new_zeros(T, k, x_TR.shape[1])
     for e in range(w1_EFR.shape[0]):
         token, slot = (experts_Tk == e).nonzero(as_tuple=True)
         x_eR = x_TR[token]
-        gate_eF, up_eF = x_eR @ w1_EFR[e].T, x_eR @ w3_EFR[e].T
+        gate_eF, up_eF = _project(x_eR, w1_EFR[e], lora[0], e), _project(x_eR, w3_EFR[e], lora[1], e)
         h_eF = F.silu(gate_eF) * up_eF if situ_betas is None else situ(gate_eF, up_eF, *situ_betas)
-        y_eR = h_eF @ w2_ERF[e].T
-        out_TR = out_TR.index_add(0, token, weights_Tk[token, slot, None].to(wide) * y_eR.to(wide))
+        y_TkR = y_TkR.index_put((token, slot), _project(h_eF, w2_ERF[e], lora[2], e))
+    out_TR = torch.zeros_like(x_TR, dtype=wide)
+    for s in range(k):
+        out_TR = out_TR + weights_Tk[:, s, None].to(wide) * y_TkR[:, s].to(wide)
     return out_TR.to(x_TR.dtype)
+
+
+def _project(x: Tensor, weight_OI: Tensor, lora: LoraPair | None, e: int) -> Tensor:
+    """x W^T, rounded, plus scale (x A^T) B^T: A and B in x's type, x A^T rounded, the rest in at least fp32."""
+    y = x @ weight_OI.T
+    if lora is None:
+        return y
+    wide = at_least_fp32(x.dtype)
+    z = x @ lora.A_ErI[e].to(x.dtype).T
+    return (y.to(wide) + lora.scale * (z.to(wide) @ lora.B_EOr[e].to(x.dtype).to(wide).T)).to(x.dtype)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from k3kernels.dtypes import at_least_fp32
+
 
 def short_conv(window_and_x_NLP: Tensor, weight_PJ: Tensor) -> Tensor:
     """y_t = SiLU(sum_j w_j x_{t-J+1+j}) for every position after the window.
 
     window_and_x_NLP: the J-1 inputs before the first token (zeros at a sequence start), then the L tokens.
-    Accumulates in at least fp32, one rounding to x's dtype. Returns [N, L, P].
+    Taps may be wider than the activations. Accumulates in at least fp32, one rounding to x's dtype. Returns [N, L, P].
     """
     J = weight_PJ.shape[1]
     L = window_and_x_NLP.shape[1] - (J - 1)
-    wide = torch.promote_types(window_and_x_NLP.dtype, torch.float32)
+    wide = at_least_fp32(window_and_x_NLP.dtype)
     x_NLP = window_and_x_NLP.to(wide)
     w_PJ = weight_PJ.to(wide)
     y_NLP = x_NLP[:, 0:L] * w_PJ[:, 0]

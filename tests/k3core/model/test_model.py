@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from k3core.model import model as model_module
 from k3core.model.config import K3Config
 from k3core.model.kda import CHUNK, KimiDeltaAttention
 from k3core.model.layers import MLP, RMSNorm
+from k3core.model.lora import LoraConfig, attach_lora
 from k3core.model.mla import MultiHeadLatentAttention
-from k3core.model.model import DecoderLayer, K3Model, ResidualProj
+from k3core.model.model import DecoderLayer, K3Model, ResidualProj, build_model
 from k3core.model.moe import LatentMoE, Router
+from k3core.model.presets import PRESETS
+from k3kernels.linear_logprob import eager, wide
+from k3kernels.mxfp4 import unpack
 from k3kernels.packing import Packing
 
 RandomModel = Callable[[K3Config], K3Model]
@@ -340,3 +346,164 @@ def test_a_kda_layer_is_the_papers_recurrence_token_by_token(cfg: K3Config, rand
             out_THK[t, h] = S_KV.T @ (q * K**-0.5)
     out_THK = normed(out_THK, kda.o_norm.weight, cfg.rms_norm_eps) * torch.sigmoid(gate_THK)
     assert_close(kda(x_TD, Packing((T,)), None, None), out_THK.flatten(1) @ kda.o_proj.weight.T)
+
+
+# Construction
+
+
+def test_a_model_is_made_in_its_own_type_but_for_what_keeps_fp32(cfg: K3Config) -> None:
+    kept = {
+        torch.bfloat16: torch.float32,
+        torch.float16: torch.float32,
+        torch.float32: torch.float32,
+        torch.float64: torch.float64,
+    }
+    names = ("A_log", "dt_bias", "conv1d.weight", "e_score_correction_bias", "o_norm.weight")
+    for dtype, at_least_fp32 in kept.items():
+        tensors = build_model(cfg, dtype).state_dict()
+        assert {name.endswith(names) for name in tensors} == {True, False}
+        for name, tensor in tensors.items():
+            assert tensor.dtype == (at_least_fp32 if name.endswith(names) else dtype), name
+
+
+def test_a_model_is_allocated_once_and_on_the_meta_device_not_at_all(k3: K3Config, allocations: Any) -> None:
+    with allocations:
+        model = build_model(k3, torch.bfloat16)
+    assert allocations.peak_bytes == sum(tensor.nbytes for tensor in model.state_dict().values())
+    largest = build_model(PRESETS["kimi-k3"], torch.bfloat16, "meta")
+    assert {tensor.device.type for tensor in largest.state_dict().values()} == {"meta"}
+
+
+def test_a_type_that_is_no_floating_point_type_is_refused(k3: K3Config) -> None:
+    with pytest.raises(ValueError, match=r"must be a floating point type, got torch\.int8"):
+        build_model(k3, torch.int8)
+
+
+def deep(preset: str, dtype: torch.dtype, quantization: str | None = None) -> K3Model:
+    """All layers of a released model in their order, at a width that a test can afford."""
+    released = PRESETS[preset]
+    small = dict.fromkeys(("num_attention_heads", "kda_num_heads"), 2) | dict.fromkeys(
+        ("kda_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16
+    )
+    cfg = replace(
+        released,
+        vocab_size=256,
+        hidden_size=128,
+        kv_lora_rank=32,
+        q_lora_rank=released.q_lora_rank and 48,
+        intermediate_size=192,
+        num_experts=24,
+        moe_intermediate_size=64,
+        routed_expert_hidden_size=released.routed_expert_hidden_size and 96,
+        expert_quantization=quantization,
+        **small,
+    )
+    model = build_model(cfg, dtype)
+    for tensor in model.state_dict().values():  # whatever memory held before
+        tensor.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("preset", "quantization"), [("kimi-linear-48b-a3b", None), ("kimi-k3", None), ("kimi-k3", "mxfp4")]
+)
+def test_random_weights_of_all_layers_neither_blow_up_nor_die_out_in_bf16(
+    preset: str, quantization: str | None
+) -> None:
+    model = deep(preset, torch.bfloat16, quantization)
+    tokens_T = torch.randint(256, (40,), generator=torch.Generator().manual_seed(1))
+    residuals: list[float] = []
+    for layer in layers_of(model):
+        layer.post_attention_layernorm.register_forward_pre_hook(
+            lambda _, inputs: residuals.append(inputs[0].float().square().mean().sqrt().item())
+        )
+    with torch.no_grad():
+        forward = model(tokens_T, Packing((40,)))
+        logits_TV = model.logits(forward.hidden_TD)
+    assert len(residuals) == model.cfg.num_hidden_layers
+    assert min(residuals) > 0.02
+    assert max(residuals) < 5
+    assert 0.5 < logits_TV.std() < 2
+    assert forward.routed_experts_TLk.unique().numel() == model.cfg.num_experts
+
+
+def test_random_packed_experts_have_the_spread_of_random_plain_ones() -> None:
+    packed, plain = (deep("kimi-k3", torch.float32, q).state_dict() for q in ("mxfp4", None))
+    for name in ("w1", "w2", "w3"):
+        path = f"layers.1.block_sparse_moe.experts.{name}"
+        values = unpack(packed[f"{path}_packed"], packed[f"{path}_scale"], torch.float32)
+        assert values.shape == plain[path].shape
+        assert 0.7 < values.std() / plain[path].std() < 1.42  # scales are powers of two
+        assert len(values.unique()) == 15
+
+
+def test_random_weights_are_the_same_whatever_the_storage_held(k3: K3Config) -> None:
+    made = K3Model(k3), build_model(k3)
+    for tensor in made[1].state_dict().values():
+        tensor.fill_(float("nan"))
+    for model in made:
+        model.init_weights(torch.Generator().manual_seed(5))
+    a, b = (model.state_dict() for model in made)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+# The head in blocks
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head of 61 words is large then: 7 of them are converted at a time, and 3 rows at a time make logits."""
+    for module in (model_module, wide):
+        monkeypatch.setattr(module, "MAX_WEIGHT", 7 * 20)
+    for module in (model_module, eager):
+        monkeypatch.setattr(module, "MAX_LOGITS", 21)
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_large_head_gives_the_logits_logprobs_and_gradients_of_a_small_one(
+    k3: K3Config, monkeypatch: pytest.MonkeyPatch, small_blocks: None, dtype: torch.dtype, has_adapter: bool
+) -> None:
+    del small_blocks
+    model = build_model(k3, dtype)
+    model.init_weights(torch.Generator().manual_seed(0))
+    if has_adapter:
+        attach_lora(model, LoraConfig(2, 6.0, ("lm_head",)), torch.Generator().manual_seed(1))
+        assert model.lm_head.lora_B is not None
+        torch.nn.init.normal_(model.lm_head.lora_B, std=0.5, generator=torch.Generator().manual_seed(2))
+    hidden_TD = randn(9, k3.hidden_size).to(dtype).requires_grad_()
+    tokens_T = torch.arange(9) * 7 % 61
+    trained = [p for p in model.lm_head.parameters() if p.requires_grad]
+
+    def computed() -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        logprobs_T = model.logprobs(hidden_TD, tokens_T, 0.8)
+        gradients = torch.autograd.grad((logprobs_T * torch.arange(9)).sum(), [hidden_TD, *trained])
+        return model.logits(hidden_TD).detach(), logprobs_T.detach(), gradients
+
+    logits_TV, logprobs_T, gradients = computed()
+    monkeypatch.undo()
+    whole_logits_TV, whole_logprobs_T, whole_gradients = computed()
+    assert logits_TV.dtype == whole_logits_TV.dtype
+    torch.testing.assert_close(logits_TV, whole_logits_TV, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logprobs_T, whole_logprobs_T, rtol=0, atol=1e-6)
+    tolerance = 0.02 if dtype == torch.bfloat16 else 1e-5
+    for a, b in zip(gradients, whole_gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_a_large_heads_adapter_is_never_multiplied_out(
+    k3: K3Config, monkeypatch: pytest.MonkeyPatch, small_blocks: None
+) -> None:
+    del small_blocks
+    model = build_model(k3)
+    model.init_weights(torch.Generator().manual_seed(0))
+    attach_lora(model, LoraConfig(2, 6.0, ("lm_head",)), torch.Generator().manual_seed(1))
+
+    def multiplied_out() -> Tensor:
+        raise AssertionError("W + B A")
+
+    monkeypatch.setattr(model.lm_head, "effective_weight", multiplied_out)
+    hidden_TD = randn(9, k3.hidden_size).float()
+    model.logits(hidden_TD)
+    model.logprobs(hidden_TD, torch.arange(9), 1.0)

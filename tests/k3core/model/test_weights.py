@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -143,6 +144,61 @@ def test_every_tensor_that_does_not_fit_is_named_and_nothing_is_written(
     ):
         assert problem in str(refusal.value)
     assert all(torch.equal(before[name], tensor) for name, tensor in named_tensors(model).items())
+
+
+def packed_config(k3: K3Config) -> K3Config:
+    return replace(k3, routed_expert_hidden_size=32, moe_intermediate_size=64, expert_quantization="mxfp4")
+
+
+def test_packed_experts_have_the_checkpoints_names_shapes_and_bytes(k3: K3Config) -> None:
+    own = named_tensors(K3Model(packed_config(k3)))
+    experts = {name: t for name, t in own.items() if name.startswith("layers.1.") and ".experts." in name}
+    assert len(experts) == 6 * 3 * 2
+    assert {t.dtype for t in experts.values()} == {torch.uint8}
+    for e in range(6):
+        shapes = {
+            name.removeprefix(f"layers.1.block_sparse_moe.experts.{e}."): tuple(t.shape)
+            for name, t in experts.items()
+            if f".experts.{e}." in name
+        }
+        assert shapes == {
+            "w1.weight_packed": (64, 16),
+            "w1.weight_scale": (64, 1),
+            "w2.weight_packed": (32, 32),
+            "w2.weight_scale": (32, 2),
+            "w3.weight_packed": (64, 16),
+            "w3.weight_scale": (64, 1),
+        }
+
+
+def test_packed_tensors_are_the_models_own_storage_and_carry_it_to_another(k3: K3Config) -> None:
+    source, target = K3Model(packed_config(k3)), K3Model(packed_config(k3))
+    source.init_weights(torch.Generator().manual_seed(0))
+    target.init_weights(torch.Generator().manual_seed(1))
+    named_tensors(source)["layers.1.block_sparse_moe.experts.4.w2.weight_scale"].fill_(121)
+    assert source.get_buffer("layers.1.block_sparse_moe.experts.w2_scale")[4].eq(121).all()
+    assert not source.get_buffer("layers.1.block_sparse_moe.experts.w2_scale")[3].eq(121).any()
+    load_tensors(target, {name: tensor.clone() for name, tensor in named_tensors(source).items()})
+    tokens_T, packing = torch.arange(9), Packing((9,))
+    assert torch.equal(source(tokens_T, packing).hidden_TD, target(tokens_T, packing).hidden_TD)
+
+
+def test_packed_and_unpacked_experts_do_not_load_into_each_other_and_one_line_says_what_to_set(k3: K3Config) -> None:
+    cfg = packed_config(k3)
+    packed, plain = K3Model(cfg), K3Model(replace(cfg, expert_quantization=None))
+    with pytest.raises(ValueError, match=r"^weights .* are not: set model\.expert_quantization to none$"):
+        load_tensors(packed, named_tensors(plain))
+    with pytest.raises(ValueError, match=r"^weights .* are not: set model\.expert_quantization to \"mxfp4\", or"):
+        load_tensors(plain, named_tensors(packed))
+
+
+def test_weights_of_another_model_are_refused_in_a_line_of_bounded_length(
+    k3: K3Config, random_model: RandomModel
+) -> None:
+    model = random_model(k3)
+    with pytest.raises(ValueError, match=r"weights do not fit the model: missing .* and 181 more$") as refusal:
+        load_tensors(model, {"of.another": torch.zeros(1)})
+    assert str(refusal.value).count(";") == 20
 
 
 def test_only_lora_pairs_are_adapter_tensors(k3: K3Config, random_model: RandomModel) -> None:

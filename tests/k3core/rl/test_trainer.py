@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from k3core.model.config import K3Config
+from k3core.model.lora import LoraConfig
+from k3core.model.model import K3Model, build_model
 from k3core.rl.batch import Batch, make_batch
 from k3core.rl.optim import OptimConfig
-from k3core.rl.trainer import MAX_LOGITS, Trainer
+from k3core.rl.trainer import Trainer
 from k3core.types import Trajectory
+from k3kernels.linear_logprob import MAX_LOGITS
 from k3kernels.packing import Packing
 
 MakeTrajectory = Callable[..., Trajectory]
@@ -126,21 +130,61 @@ def test_no_more_than_max_logits_are_made_at_a_time_and_the_gradient_is_that_of_
     with LargestTensor() as largest, torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         wide.forward_backward(tokens_T, packing, target_M, nll)
     assert MAX_LOGITS / 2 < largest.numel <= MAX_LOGITS
-    assert 0 < sum(saved) < MAX_LOGITS  # nor do the pieces wait together for the backward pass
+    assert 0 < sum(saved) < MAX_LOGITS  # nor do the blocks wait together for the backward pass
 
-    pieces = gradients(wide)
+    blocks = gradients(wide)
     logits_MV = wide.model.logits(wide.model(tokens_T, packing).hidden_TD[target_M - 1])
     torch.nn.functional.cross_entropy(logits_MV, tokens_T[target_M]).backward()
     whole = gradients(wide)
-    assert pieces.keys() == whole.keys()
+    assert blocks.keys() == whole.keys()
     for name, gradient in whole.items():
-        assert torch.allclose(pieces[name], gradient, rtol=1e-5, atol=1e-6), name
+        assert torch.allclose(blocks[name], gradient, rtol=1e-5, atol=1e-6), name
 
 
 def test_a_sequences_first_token_cannot_be_trained(cfg: K3Config, batch: Batch) -> None:
     """It would be predicted from the last token of the sequence before it."""
     with pytest.raises(AssertionError, match="nothing comes before"):
         Trainer(cfg, OPTIM).logprobs(batch.tokens_T, batch.packing, torch.tensor([batch.packing.lengths[0]]), None, 1.0)
+
+
+def test_without_a_trained_token_the_model_is_not_run_and_there_is_nothing_to_apply(
+    cfg: K3Config, batch: Batch
+) -> None:
+    trainer = Trainer(cfg, OPTIM)
+    passes: list[object] = []
+    trainer.model.norm.register_forward_hook(lambda *_: passes.append(0))
+    none_M = torch.zeros(0, dtype=torch.long)
+    logprobs_M = trainer.logprobs(batch.tokens_T, batch.packing, none_M, batch.replay_TLk, 1.0)
+    assert (logprobs_M.shape, logprobs_M.dtype) == ((0,), torch.float32)
+    metrics = trainer.forward_backward(
+        batch.tokens_T, batch.packing, none_M, lambda x: (x.sum(), {"num_tokens": torch.tensor(len(x))})
+    )
+    assert metrics == {"num_tokens": 0}
+    assert passes == []
+    result = trainer.optim_step()
+    assert (result.applied, result.reason) == (False, "no parameter has a gradient")
+
+
+def test_a_pass_without_a_trained_token_adds_nothing_to_the_others(cfg: K3Config, batch: Batch) -> None:
+    trainer, control = Trainer(cfg, OPTIM), Trainer(cfg, OPTIM)
+    trainer.forward_backward(batch.tokens_T, batch.packing, batch.target_M[:0], lambda x: (x.sum(), {}))
+    for one in (trainer, control):
+        one.forward_backward(batch.tokens_T, batch.packing, batch.target_M, nll)
+        assert one.optim_step().applied
+    assert same_bits(everything(trainer), everything(control))
+
+
+def test_sequences_of_a_single_token_change_nothing_for_the_others(cfg: K3Config, batch: Batch) -> None:
+    trainer, (first, second) = Trainer(cfg, OPTIM), batch.packing.lengths
+    one = torch.tensor([7])
+    tokens_T = torch.cat([one, batch.tokens_T[:first], one, batch.tokens_T[first:], one])
+    packing = Packing((1, first, 1, second, 1))
+    target_M = batch.target_M + 1 + (batch.target_M >= first)
+    assert torch.equal(tokens_T[target_M], batch.tokens_T[batch.target_M])
+    with torch.no_grad():
+        among = trainer.logprobs(tokens_T, packing, target_M, None, 1.0)
+        alone = trainer.logprobs(batch.tokens_T, batch.packing, batch.target_M, None, 1.0)
+    assert torch.allclose(among, alone, rtol=0, atol=1e-5)
 
 
 def test_microbatches_accumulate_into_the_gradient_of_the_whole(cfg: K3Config, batch: Batch) -> None:
@@ -260,3 +304,121 @@ def test_routes_of_another_model_are_refused(cfg: K3Config, batch: Batch) -> Non
     all_layers_TLk = torch.zeros(batch.packing.num_tokens, 3, 2, dtype=torch.long)  # as if the dense layer had routes
     with pytest.raises(ValueError, match=r"recorded experts are \(3, 2\) a token, the model's are \(2, 2\)"):
         trainer.logprobs(batch.tokens_T, batch.packing, batch.target_M, all_layers_TLk, 1.0)
+
+
+# Real models
+
+
+ADAPTER = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "o_proj", "kv_b_proj", "lm_head"))
+
+
+def loaded(cfg: K3Config, dtype: torch.dtype) -> K3Model:
+    """As a checkpoint fills it."""
+    model = build_model(cfg, dtype)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+def test_a_model_that_is_handed_in_is_trained_where_it_lies_and_gives_the_bits_of_one_made_here(
+    cfg: K3Config, batch: Batch
+) -> None:
+    model = loaded(cfg, torch.float32)
+    storage = model.embed_tokens.weight.data_ptr()
+    given, made = Trainer(cfg, OPTIM, model=model), Trainer(cfg, OPTIM, seed=0)
+    assert given.model is model
+    for trainer in (given, made):
+        train(trainer, batch, 2)
+    assert model.embed_tokens.weight.data_ptr() == storage
+    assert same_bits(everything(given), everything(made))
+
+
+def test_a_model_of_another_architecture_is_refused_naming_what_differs(cfg: K3Config) -> None:
+    model = loaded(replace(cfg, num_experts=6, rms_norm_eps=1e-6), torch.float32)
+    with pytest.raises(ValueError, match=r"num_experts 6 in place of 4, rms_norm_eps 1e-06 in place of 1e-05"):
+        Trainer(cfg, OPTIM, model=model)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_adapter_learns_over_a_frozen_bf16_model_in_fp32(cfg: K3Config, batch: Batch, recompute: bool) -> None:
+    trainer = Trainer(cfg, OPTIM, ADAPTER, model=loaded(cfg, torch.bfloat16), activation_checkpointing=recompute)
+    base = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    assert trainer.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+    losses = []
+    for _ in range(5):
+        losses.append(
+            trainer.forward_backward(
+                batch.tokens_T, batch.packing, batch.target_M, lambda x: (-x.mean(), {"nll": -x.mean().detach()})
+            )["nll"].item()
+        )
+        assert {name for name, p in trainer.model.named_parameters() if p.grad is not None} == {
+            name for name, p in trainer.model.named_parameters() if p.requires_grad
+        }
+        assert trainer.optim_step().applied
+    assert losses[-1] < losses[0] - 0.1
+    for name, p in trainer.model.named_parameters():
+        if name in base:
+            assert torch.equal(p, base[name]), name
+        else:
+            assert (p.dtype, p.grad) == (torch.float32, None), name
+            assert {t.dtype for t in trainer.optimizer.optimizer.state[p].values()} == {torch.float32}
+
+
+def test_recomputed_layers_train_to_the_same_bits(cfg: K3Config, batch: Batch) -> None:
+    kept, recomputed = Trainer(cfg, OPTIM), Trainer(cfg, OPTIM, activation_checkpointing=True)
+    passes: list[Trainer] = []
+    for trainer in (kept, recomputed):
+        trainer.model.layers[0].self_attn.register_forward_pre_hook(lambda *_, trainer=trainer: passes.append(trainer))
+        train(trainer, batch, 2)
+    assert same_bits(everything(kept), everything(recomputed))
+    assert (passes.count(kept), passes.count(recomputed)) == (4, 8)
+
+
+def test_full_parameters_in_bf16_are_refused(cfg: K3Config) -> None:
+    with pytest.raises(
+        ValueError, match=r"full parameters in torch\.bfloat16 cannot be trained .* torch\.float32, or train a LoRA"
+    ):
+        Trainer(cfg, OPTIM, dtype=torch.bfloat16)
+
+
+def test_full_parameters_of_packed_experts_are_refused_and_an_adapter_over_them_is_trained(
+    cfg: K3Config, batch: Batch
+) -> None:
+    packed = replace(cfg, routed_expert_hidden_size=32, moe_intermediate_size=32, expert_quantization="mxfp4")
+    with pytest.raises(ValueError, match=r"packed experts cannot be trained .*w1_packed and 5 more"):
+        Trainer(packed, OPTIM)
+    trainer = Trainer(packed, OPTIM, ADAPTER, model=loaded(packed, torch.bfloat16), activation_checkpointing=True)
+    trainer.forward_backward(batch.tokens_T, batch.packing, batch.target_M, nll, batch.replay_TLk)
+    assert trainer.optim_step().applied
+
+
+def test_a_model_without_anything_to_train_is_refused(cfg: K3Config) -> None:
+    model = loaded(cfg, torch.float32).requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        Trainer(cfg, OPTIM, model=model)
+
+
+def test_an_adapter_is_saved_without_its_base(cfg: K3Config, batch: Batch) -> None:
+    trainer = Trainer(cfg, OPTIM, ADAPTER)
+    train(trainer, batch, 1)
+    whole, state = trainer.save()
+    adapter, same_state = trainer.save(adapter_only=True)
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert adapter.keys() == trained < whole.keys()
+    assert same_bits(adapter, {name: whole[name] for name in trained})
+    assert same_bits(state, same_state)
+
+
+def test_the_step_of_a_lora_adapter_holds_no_second_copy_of_the_base(
+    cfg: K3Config, batch: Batch, allocations: Any
+) -> None:
+    """The experts are by far the largest tensors of this model; a pass and a step must not make a quarter of them."""
+    large = replace(cfg, num_experts=64, moe_intermediate_size=64, routed_expert_hidden_size=128)
+    trainer = Trainer(large, OPTIM, ADAPTER, model=loaded(large, torch.bfloat16), activation_checkpointing=True)
+    base_bytes = sum(p.nbytes for p in trainer.model.parameters() if not p.requires_grad)
+    experts = trainer.model.layers[1].block_sparse_moe.experts
+    assert base_bytes > 3_000_000
+    with allocations:
+        trainer.forward_backward(batch.tokens_T, batch.packing, batch.target_M, nll)
+        assert trainer.optim_step().applied
+    assert allocations.peak_bytes < base_bytes / 4
+    assert experts.w1.grad is None
