@@ -11,9 +11,9 @@ import numpy as np
 StopReason = Literal[
     "finished",  # the agent called `finish`
     "no_tool_call",  # an assistant turn without any call ends the episode
-    "parse_error",  # a turn that is not well-formed XTML
+    "parse_error",  # a turn that is not well formed in the tokenizer's chat format
     "max_turns",
-    "max_turn_tokens",  # a turn hit its token limit before <|end_of_msg|>
+    "max_turn_tokens",  # a turn hit its token limit before its end
     "max_tokens",  # the whole history hit its limit
     "timeout",
     "infrastructure_error",  # ours, not the policy's: never graded
@@ -35,11 +35,18 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of an assistant turn. `arguments` is None when they could not be parsed; `error` then says why."""
+    """One call of an assistant turn. `arguments` is None when they could not be parsed; `error` then says why.
+
+    id: what the policy called the call, in a chat format that has ids; None for the one that its place gives it.
+    unparsed: the text that stands where an object of arguments belongs; only with `arguments` None, and None there too
+    when no such text can be told.
+    """
 
     name: str
     arguments: Mapping[str, Any] | None
     error: str | None = None
+    id: str | None = None
+    unparsed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

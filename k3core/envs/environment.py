@@ -44,6 +44,12 @@ class ToolSpec:
     description: str
     parameters: Mapping[str, Any]
 
+    @property
+    def declaration(self) -> dict[str, Any]:
+        """As chat APIs write it, and as `ChatSettings.tools` takes it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
 
 class Episode(Protocol):
     """One prompt being worked on. A context manager: leaving it closes it."""

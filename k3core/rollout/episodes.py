@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from k3core.chat import History, MalformedTurn, generation_stub, parse_turn, render_messages, render_tool_results
+from k3core.chat import ChatSettings, History, MalformedTurn, chat_format
 from k3core.envs.environment import Environment, InfrastructureError, Limits
 from k3core.rollout.engine import Engine, GenerateRequest, Generation
 from k3core.tokenizer import Tokenizer
 from k3core.types import Prompt, SamplingParams, StopReason, Trajectory
 
 THINKING = False  # the episodes of this project run with the think channel off
+SETTINGS = ChatSettings(thinking=THINKING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,11 @@ async def rollout(
     limits: Limits,
     max_running: int,
     on_done: Callable[[Trajectory], None] = lambda _: None,
+    settings: ChatSettings = SETTINGS,
 ) -> list[Trajectory]:
     """Run all episodes, at most `max_running` at a time; a finished one leaves and a waiting one enters.
 
+    The tokenizer decides the chat format; settings: what its prompts ask for, such as the tools that they declare.
     Returns the trajectories in the order of specs. A fault of the engine ends the rollout (the caller retries it) and
     is raised as it is; a fault of one episode's environment ends that episode only, as `infrastructure_error`.
     """
@@ -53,7 +56,7 @@ async def rollout(
 
     async def run(spec: EpisodeSpec) -> Trajectory:
         async with places:
-            trajectory = await run_episode(engine, environment, tokenizer, spec, sampling, limits)
+            trajectory = await run_episode(engine, environment, tokenizer, spec, sampling, limits, settings)
         on_done(trajectory)
         return trajectory
 
@@ -72,14 +75,16 @@ async def run_episode(
     spec: EpisodeSpec,
     sampling: SamplingParams,
     limits: Limits,
+    settings: ChatSettings = SETTINGS,
 ) -> Trajectory:
     """One trajectory. It depends on its seed and not on its neighbours; the clock can only end it (`timeout`).
 
     Raises ValueError for a prompt that leaves no room to answer below limits.max_tokens.
     """
     recorder = _Recorder()
-    stub = generation_stub(tokenizer, THINKING)
-    recorder.history.append_context([*render_messages(spec.prompt.messages, tokenizer, thinking=THINKING), *stub])
+    chat = chat_format(tokenizer)
+    stub = chat.generation_stub(settings.thinking)
+    recorder.history.append_context([*chat.render_messages(spec.prompt.messages, settings), *stub])
     if len(recorder.history) >= limits.max_tokens:
         raise ValueError(
             f"prompt {spec.prompt.id}: its {len(recorder.history)} tokens leave no room below max_tokens"
@@ -105,13 +110,13 @@ async def run_episode(
                     stop = "max_turn_tokens" if is_turn_limit else "max_tokens"
                     break
                 try:
-                    turn = parse_turn(generation.tokens_T.tolist(), tokenizer, THINKING)
+                    turn = chat.parse_turn(generation.tokens_T.tolist(), settings.thinking)
                 except MalformedTurn:
                     stop = "parse_error"
                     break
                 results, stop = episode.step(turn)
                 if stop is None:
-                    context = [*render_tool_results(results, tokenizer), *stub]
+                    context = [*chat.render_tool_results(results, turn.tool_calls), *stub]
                     if time.monotonic() > deadline:
                         stop = "timeout"
                     elif len(recorder.history) + len(context) >= limits.max_tokens:

@@ -12,7 +12,9 @@ from infra.tracking import Evaluation, Graded, select
 from infra.tracking.conversation import conversation_of
 from infra.tracking.evaluation import Traced, table_json, trace_id
 from k3core.chat import generation_stub, render_messages, render_tool_results, render_turn
+from k3core.chat.im import THINK, THINK_END, Im
 from k3core.tokenizer import Tokenizer
+from k3core.tokenizer.ranks import Ranks
 from k3core.types import (
     CriterionResult,
     Message,
@@ -41,6 +43,13 @@ FINISH = Message("assistant", "", tool_calls=(ToolCall("finish", {}),))
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.train(["You review the agreements and report what you find there."] * 4, 300)
+
+
+@pytest.fixture(scope="module")
+def kimi_linear() -> Tokenizer:
+    names = (*Im.controls, THINK, THINK_END)
+    slots = {300 + n: control.name for n, control in enumerate(names)}
+    return Tokenizer(Ranks([bytes([byte]) for byte in range(256)], slots))
 
 
 def trajectory(parts: Sequence[tuple[list[int], bool]], **changes: object) -> Trajectory:
@@ -81,6 +90,25 @@ def test_turns_calls_and_answers_are_read_back_from_the_tokens(tokenizer: Tokeni
     assert [called.output for called in read.turns[1].calls] == [None]
     assert [turn.num_context for turn in read.turns] == [len(context), len(context + turns[0] + between)]
     assert [turn.mean_logprob for turn in read.turns] == [-1.0, -2.0]
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_turns_of_kimi_linears_format_are_read_back_by_the_ids_of_their_calls(
+    kimi_linear: Tokenizer, thinking: bool
+) -> None:
+    calls = (ToolCall("grep", {"pattern": "a"}, id="functions.grep:5"), ToolCall("read", {"path": "b"}))
+    turn = Message("assistant", "Looking.", thinking="Hm." if thinking else None, tool_calls=calls)
+    stub = generation_stub(kimi_linear, thinking)
+    context = [*render_messages(OPENING, kimi_linear, thinking=thinking), *stub]
+    sampled = render_turn(turn, kimi_linear, thinking)
+    between = [*render_tool_results(ANSWERS, kimi_linear, calls), *stub]
+    cut = kimi_linear.encode_text("unfinished")
+    read = conversation_of(trajectory([(context, False), (sampled, True), (between, False), (cut, True)]), kimi_linear)
+    assert (read.opening, [turn.message for turn in read.turns]) == (OPENING, [turn, None])
+    assert [(called.call.name, called.output) for called in read.turns[0].calls] == [
+        ("grep", "x.md:a"),
+        ("read", "error: no such file"),
+    ]
 
 
 def test_what_is_no_turn_stays_readable_and_has_no_message(tokenizer: Tokenizer) -> None:

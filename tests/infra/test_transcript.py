@@ -10,6 +10,15 @@ FRAGMENTS = [
     "<|close|>",
     "<|sep|>",
     "<|end_of_msg|>",
+    "<|im_system|>",
+    "<|im_user|>",
+    "<|im_middle|>",
+    "<|im_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "</think>",
+    "tool",
+    "## Return of functions.f:0\n",
     'message role="tool"',
     "message",
     "think",
@@ -50,3 +59,33 @@ def test_text_after_the_end_of_a_message_belongs_to_no_role() -> None:
 
 def test_an_unfinished_message_keeps_its_role() -> None:
     assert messages_of('<|open|>message role="assistant"<|sep|><|open|>thi')[0].role == "assistant"
+
+
+def test_messages_of_kimi_linears_format_are_told_apart_too() -> None:
+    text = (
+        "<|im_system|>tool_declare<|im_middle|>[]<|im_end|><|im_system|>system<|im_middle|>Be brief.<|im_end|>"
+        "<|im_user|>user<|im_middle|>Hi<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|><think>Look.</think><|tool_calls_section_begin|><|tool_call_begin|>"
+        "functions.grep:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|><|im_end|>"
+        "<|im_system|>tool<|im_middle|>## Return of functions.grep:0\nfound<|im_end|>"
+        "<|im_system|>tool<|im_middle|>## Return of call_1\nlost<|im_end|>stray"
+    )
+    messages = messages_of(text)
+    assert [(message.role, message.detail) for message in messages] == [
+        ("system", "tool_declare"),
+        ("system", ""),
+        ("user", ""),
+        ("assistant", ""),
+        ("tool", "grep"),
+        ("tool", ""),
+        ("", ""),
+    ]
+    assert messages[3].pieces[:6] == (
+        Piece("<|im_assistant|>", "assistant", "<|im_middle|>"),
+        Piece("<think>", "", ""),
+        Piece("", "Look.", ""),
+        Piece("</think>", "", ""),
+        Piece("<|tool_calls_section_begin|>", "", ""),
+        Piece("<|tool_call_begin|>", "functions.grep:0", "<|tool_call_argument_begin|>"),
+    )
+    assert text_of(messages) == text

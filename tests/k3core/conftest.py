@@ -1,15 +1,26 @@
-"""Small models in both forms, with every weight random: at their initial values many parameters change nothing."""
+"""Small models in both forms, with every weight random: at their initial values many parameters change nothing.
+
+And small tokenizers in the form in which checkpoints bring theirs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import base64
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import models, pre_tokenizers, trainers
 
 from k3core.model.config import K3Config
 from k3core.model.model import K3Model
+from k3core.tokenizer.byte_pairs import BYTE_OF_SYMBOL
+from k3core.tokenizer.ranks import PATTERN
 
 RandomModel = Callable[[K3Config], K3Model]
 
@@ -87,3 +98,60 @@ def random_model() -> RandomModel:
         return model
 
     return make
+
+
+K3_SLOTS = {
+    0: "[BOS]", 1: "[EOS]", 2: "<|end_of_msg|>", 3: "<|open|>", 4: "<|close|>", 5: "<|sep|>", 6: "[start_header_id]",
+    7: "[end_header_id]", 9: "[EOT]", 18: "<|media_begin|>", 19: "<|media_content|>", 20: "<|media_end|>",
+    21: "<|media_pad|>", 65: "<osagent_mode>", 254: "[UNK]", 255: "[PAD]",
+}  # fmt: skip
+KIMI_LINEAR_SLOTS = {
+    0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>", 4: "<|im_assistant|>", 6: "<|start_header_id|>",
+    7: "<|end_header_id|>", 9: "[EOT]", 10: "<|im_system|>", 11: "<|tool_calls_section_begin|>",
+    12: "<|tool_calls_section_end|>", 13: "<|tool_call_begin|>", 14: "<|tool_call_argument_begin|>",
+    15: "<|tool_call_end|>", 17: "<|im_middle|>", 254: "[UNK]", 255: "[PAD]",
+}  # fmt: skip
+SLOTS = {
+    "k3": K3_SLOTS,
+    "kimi_linear": KIMI_LINEAR_SLOTS,
+    "kimi_thinking": KIMI_LINEAR_SLOTS | {22: "<think>", 23: "</think>"},
+}
+SPEECH = [
+    f"The tenant pays {rent} EUR a month; notice is {days} days, don't be late.\n\nHeIsJSON {{'a': [1, 2]}} 租户必须付款"
+    for rent, days in zip(range(700, 760), range(10, 70), strict=True)
+]
+
+
+class WriteKimiFolder(Protocol):
+    """Writes a small tiktoken.model, its merges learnt from `texts`, and a tokenizer_config.json of a model family."""
+
+    def __call__(self, folder: Path, family: str, texts: Sequence[str] = SPEECH, num_ranks: int = 400) -> Path: ...
+
+
+@pytest.fixture(scope="session")
+def write_kimi_folder() -> WriteKimiFolder:
+    def write(folder: Path, family: str, texts: Sequence[str] = SPEECH, num_ranks: int = 400) -> Path:
+        library = tokenizers.Tokenizer(models.BPE())
+        library.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(tokenizers.Regex(PATTERN), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        library.train_from_iterator(
+            texts, trainers.BpeTrainer(vocab_size=num_ranks, initial_alphabet=alphabet, show_progress=False)
+        )
+        symbols = sorted(library.get_vocab().items(), key=lambda item: item[1])
+        assert len(symbols) == num_ranks, f"the texts give only {len(symbols)} ranks"
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [f"{base64.b64encode(bytes(BYTE_OF_SYMBOL[c] for c in word)).decode()} {n}" for word, n in symbols]
+        (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
+        # As in the releases, not all of them are marked special.
+        entries = {
+            str(num_ranks + n): {"content": name, "special": name.startswith("[")} for n, name in SLOTS[family].items()
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": entries}))
+        return folder
+
+    return write
