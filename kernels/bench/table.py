@@ -14,17 +14,23 @@ from typing import Any
 
 
 def render(result: dict[str, Any]) -> str:
-    """Medians in ms, in brackets as multiples of the section's floor_ms; a column a section."""
-    machine, sections = result["machine"], result["sections"]
+    """A result's own `table`, header first; else medians in ms, in brackets as multiples of the section's floor_ms, a
+    column a section."""
+    rows = result["table"] if "table" in result else _of_sections(result["sections"])
+    align = ["---", *["---:"] * (len(rows[0]) - 1)]
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("driver", "cuda", "torch", "triton", "python"))
+    lines = "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], align, *rows[1:]))
+    return f"{machine['device']}; {versions}.\n\n{lines}"
+
+
+def _of_sections(sections: dict[str, Any]) -> list[list[str]]:
     cells: dict[str, dict[str, str]] = {}
     for column, section in sections.items():
         for timing in section["timings"]:
             times_floor = timing["median_ms"] / section["floor_ms"]
             cells.setdefault(timing["name"], {})[column] = f"{timing['median_ms']:.3f} ({times_floor:.2f})"
-    rows = [["", *sections], ["---", *["---:"] * len(sections)]]
-    rows += [[name, *(by_column.get(column, "") for column in sections)] for name, by_column in cells.items()]
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("driver", "cuda", "torch", "triton", "python"))
-    return f"{machine['device']}; {versions}.\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return [["", *sections], *([name, *(by.get(column, "") for column in sections)] for name, by in cells.items())]
 
 
 def put_between_marks(readme: str, name: str, table: str) -> str:
