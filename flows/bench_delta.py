@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +26,10 @@ from k3core.checkpoint.floor import entropy_floor
 from k3core.checkpoint.tensors import RawTensor, Weights, from_torch, to_safetensors, to_torch
 from k3core.errors import IntegrityError
 from k3core.sealed import canonical_json
+from k3kernels.mxfp4 import GROUP, pack, repack
 
-DTYPES = ("bf16", "stored")
+DTYPES = ("bf16", "mxfp4", "stored")
+EXPERT = re.compile(r"\.experts\.\d+\.w[123]\.weight$")
 SMALL_CLASSES = 3
 REFERENCE = (
     "Fireworks' report on RL for Kimi K3, a checkpoint of 1,024 GiB: a delta is 98 % smaller;\n"
@@ -102,6 +105,7 @@ def measure_run(root: str, run: str, dtype: str, full_every: int, out: Path) -> 
 def versions(store: Store, run: str, dtype: str) -> Iterator[tuple[int, dict[str, RawTensor]]]:
     """Each published version in turn, as an engine that serves `dtype` would get it."""
     held: Held | None = None
+    packed: dict[str, RawTensor] = {}
     for step in find_steps(store, run):
         version = read_version(store, run, step)
         assert version is not None, "nothing deletes a manifest"
@@ -109,7 +113,11 @@ def versions(store: Store, run: str, dtype: str) -> Iterator[tuple[int, dict[str
             raise ValueError(f"{run} step {step} is an adapter, which is always sent whole: choose a run of mode full")
         weights = load(store, version, held)
         held = Held(version.weights_sha256, weights)
-        yield step, as_bf16(weights) if dtype == "bf16" else weights
+        if dtype == "mxfp4":
+            packed = as_mxfp4(weights, packed)
+            yield step, packed
+        else:
+            yield step, as_bf16(weights) if dtype == "bf16" else weights
 
 
 def as_bf16(weights: Weights) -> dict[str, RawTensor]:
@@ -120,6 +128,27 @@ def as_bf16(weights: Weights) -> dict[str, RawTensor]:
             for name, tensor in to_torch(weights).items()
         }
     )
+
+
+def as_mxfp4(weights: Weights, before: Weights) -> dict[str, RawTensor]:
+    """Routed experts packed, with the bytes of `before` (the version before, packed) where values did not change; other
+    floating-point tensors as bfloat16.
+
+    Where a matrix is not a multiple of 32 wide, groups run on over the ends of its rows: the sizes are those of the
+    format, though no engine reads that. Raises ValueError for weights without routed experts.
+    """
+    experts = [name for name in weights if EXPERT.search(name)]
+    if not experts and not any(name.endswith(".weight_packed") for name in weights):
+        raise ValueError("--dtype mxfp4: the run's weights have no routed experts to pack")
+    old = to_torch({name: raw for name, raw in before.items() if name.endswith((".weight_packed", ".weight_scale"))})
+    tensors = {name: raw for name, raw in as_bf16(weights).items() if not EXPERT.search(name)}
+    for name, values in to_torch({name: weights[name] for name in experts}).items():
+        if values.shape[-1] % GROUP:
+            values = values.flatten()
+        codes, scale = f"{name}_packed", f"{name}_scale"
+        pair = repack(values, old[codes], old[scale]) if codes in old else pack(values)
+        tensors |= from_torch({codes: pair[0], scale: pair[1]})
+    return tensors
 
 
 def measure_step(step: int, parent: Weights, new: Weights) -> StepSizes:
@@ -200,6 +229,8 @@ def print_sizes(run: str, dtype: str, rows: Sequence[StepSizes], totals: Totals)
         "\ndense: the XOR of each tensor under zstd level 1, as slime stores it. floor: the entropy of which elements"
     )
     print("changed and of their XOR, those of a tensor taken as alike; a delta below it makes use of the base.")
+    if dtype == "mxfp4":
+        print("Of packed experts a changed element is a byte: two weights of four bits, or the scale of 32.")
     print(f"Last columns: with {SMALL_CLASSES} magnitude classes, which take two to three times as long.")
     smaller, smaller_3 = (1 - delta / totals.full for delta in (totals.delta, totals.delta_3))
     print(

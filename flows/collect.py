@@ -9,7 +9,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from flows.delta import print_table
+from flows.tables import print_table
 from infra.aliases import aliased_steps, registry_uri
 from infra.doctor import size
 from infra.gc import Keep, Plan, collect, live

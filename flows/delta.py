@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flows.tables import print_table
 from infra import policies
 from infra.doctor import size
 from infra.policies import load, read_version, stats, verify
@@ -24,7 +24,6 @@ from k3core.checkpoint.tensors import Weights, to_safetensors
 from k3core.types import PolicyVersion
 
 SHOWN = 20  # names; the rest is counted
-PIPE_COLUMNS = 100
 
 
 def verify_versions(root: str, run: str, steps: Sequence[int] | None) -> int:
@@ -145,14 +144,6 @@ def print_difference(root: str, run: str, a: int, b: int, top: int) -> int:
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             print(f"{where}: {', '.join(names[:SHOWN])}{more}")
     return 0
-
-
-def print_table(table: Table) -> None:
-    """As wide as the terminal; where there is none, in a file or a pipe, wide enough that nothing is cut."""
-    console = Console()
-    if not console.is_terminal and console.width < PIPE_COLUMNS:
-        console = Console(width=PIPE_COLUMNS)
-    console.print(table)
 
 
 def _columns(tensor: TensorDifference) -> tuple[str, ...]:

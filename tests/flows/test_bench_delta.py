@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from flows.bench_delta import StepSizes, as_bf16, measure_step, sum_up
+from flows.bench_delta import StepSizes, as_bf16, as_mxfp4, measure_step, sum_up
 from flows.bench_delta_speed import synthetic
 from flows.cli import main
 from infra.policies import publish
 from infra.store import Store
-from k3core.checkpoint.tensors import from_torch
+from k3core.checkpoint.tensors import from_torch, to_torch
 from k3core.types import PolicyVersion
 
 
@@ -53,13 +53,68 @@ def test_stored_weights_can_be_measured_as_they_are(root: str, tmp_path: Path) -
     assert written["steps"][0]["full"] == pytest.approx(4 * 20_000, rel=0.01)
 
 
+EXPERT = "layers.1.block_sparse_moe.experts.0.w1.weight"
+
+
+@pytest.fixture
+def routed(tmp_path: Path) -> str:
+    """Run "routed": three versions of one expert's matrix and of one that is not routed."""
+    store, parent = Store(str(tmp_path / "runs")), None
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        EXPERT: torch.randn(64, 96, generator=generator),
+        "lm_head.weight": torch.randn(64, 96, generator=generator),
+    }
+    for step in range(3):
+        parent, _ = publish(store, "routed", step, from_torch(weights), parent, full_every=3, level=1, tags={})
+        weights = {
+            name: w + 1e-3 * torch.randn(64, 96, generator=generator).clamp(-1, 1) for name, w in weights.items()
+        }
+    return str(tmp_path / "runs")
+
+
+def test_versions_with_packed_experts_are_measured(
+    routed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["bench", "delta", "--run", "routed", "--root", routed, "--dtype", "mxfp4", "--out", str(out)]) == 0
+    written = json.loads((out / "delta-sizes.json").read_text())
+    assert [row["step"] for row in written["steps"]] == [1, 2]
+    for row in written["steps"]:
+        assert row["full"] == pytest.approx((2 + 0.5 + 1 / 32) * 64 * 96, rel=0.05)
+        assert 0 < row["changed_fraction"] < 0.5
+        assert row["delta"] < row["full"]
+    assert "a changed element is a byte" in capsys.readouterr().out
+
+
+def test_packed_experts_keep_the_bytes_of_the_version_before_where_values_did_not_change() -> None:
+    """All values are 3 under scale 127; packed afresh they would be 6 under scale 126."""
+    codes, scale = torch.full((4, 48), 0x55, dtype=torch.uint8), torch.full((4, 3), 127, dtype=torch.uint8)
+    before = from_torch({f"{EXPERT}_packed": codes, f"{EXPERT}_scale": scale, "norm.weight": torch.ones(3).bfloat16()})
+    weights = {EXPERT: torch.full((4, 96), 3.0), "norm.weight": torch.ones(3)}
+    assert as_mxfp4(from_torch(weights), before) == before
+    assert to_torch(as_mxfp4(from_torch(weights), {}))[f"{EXPERT}_scale"].eq(126).all()
+    weights[EXPERT][2, 50] = 1.0
+    codes[2, 25] = 0x52
+    assert as_mxfp4(from_torch(weights), before) == before | from_torch({f"{EXPERT}_packed": codes})
+
+
+def test_groups_run_over_the_ends_of_rows_that_are_no_multiple_of_32_wide() -> None:
+    packed = as_mxfp4(from_torch({EXPERT: torch.ones(64, 48)}), {})
+    assert {name: raw.num_elements for name, raw in packed.items()} == {
+        f"{EXPERT}_packed": 64 * 48 // 2,
+        f"{EXPERT}_scale": 64 * 48 // 32,
+    }
+
+
 @pytest.mark.parametrize(
     ("args", "line"),
     [
         ([], "k3 bench delta: Invalid value for --run, --synthetic: give one of them."),
         (["--run", "demo", "--synthetic", "1"], "k3 bench delta: Invalid value for --run, --synthetic: give one"),
         (["--run", "nosuch"], "nosuch: fewer than two versions are published in "),
-        (["--run", "demo", "--dtype", "fp8"], "--dtype fp8: expected one of bf16, stored"),
+        (["--run", "demo", "--dtype", "mxfp4"], "--dtype mxfp4: the run's weights have no routed experts to pack"),
+        (["--run", "demo", "--dtype", "fp8"], "--dtype fp8: expected one of bf16, mxfp4, stored"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(

@@ -167,6 +167,7 @@ def three_layers(base: K3Config, kind: str) -> K3Config:
         num_hidden_layers=3,
         full_attn_layers=(1, 2, 3) if is_mla else (),
         first_k_dense_replace=0 if is_moe else 3,
+        intermediate_size=1024 if kind.endswith("narrow") else base.intermediate_size,
         num_experts=16,
         vocab_size=4096,
     )
@@ -183,8 +184,10 @@ def three_layers(base: K3Config, kind: str) -> K3Config:
         (LINEAR, "MLA, dense", (4000, 100), ("o_proj",)),
         (K3, "KDA, MoE", (1024, 1024), ATTENTION),
         (K3, "KDA, MoE", (1024,), MLPS),
-        (K3, "KDA, dense", (704,), ATTENTION),  # the recurrence in two segments
-        (K3, "KDA, dense", (400,), ATTENTION),  # in one
+        (K3, "KDA, narrow", (1400,), ATTENTION),  # largest: the recurrence, in three segments
+        (K3, "KDA, narrow", (400,), ATTENTION),  # in one
+        (K3, "KDA, narrow", (3200,), ("v_proj",)),
+        (K3, "KDA, dense", (400,), ATTENTION),
         (LINEAR, "KDA, dense", (512,), ATTENTION),
         (K3, "MLA, MoE", (4096,), ATTENTION),
         (K3, "MLA, dense", (4096,), ("q_b_proj",)),

@@ -574,6 +574,30 @@ def test_half_of_a_packed_matrix_is_missed(tmp_path: Path, k3_packed: K3Config, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_half_of_a_packed_matrix_that_comes_twice_is_refused(
+    tmp_path: Path, k3_packed: K3Config, random_tensors: RandomTensors
+) -> None:
+    tensors = random_tensors(k3_packed)
+    for suffix in ("packed", "scale"):
+        again = (f"{EXPERT}.weight_{suffix}", tensors[f"{EXPERT}.weight_{suffix}"])
+        for items in ([*tensors.items(), again], [again, *tensors.items()]):
+            with pytest.raises(ValueError, match=rf"{EXPERT}\.weight_{suffix}: given twice"):
+                save_checkpoint(tmp_path / "a", k3_packed, iter(items), experts="bf16")
+
+
+def test_vision_tensors_of_many_chunks_are_copied_whole(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    k3: K3Config,
+    released_folder: ReleasedFolder,
+    folder_bytes: FolderBytes,
+) -> None:
+    released = released_folder(k3)
+    monkeypatch.setattr(hf_write, "CHUNK_BYTES", 24)
+    save_checkpoint(tmp_path / "a", k3, iter_tensors(open_checkpoint(released)), like=released)
+    assert folder_bytes(tmp_path / "a") == folder_bytes(released)
+
+
 def test_a_killed_save_leaves_no_folder_under_the_targets_name(tmp_path: Path) -> None:
     script = """
 import os, sys, torch
