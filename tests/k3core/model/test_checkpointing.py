@@ -14,6 +14,7 @@ from k3core.model.lora import LoraConfig, attach_lora
 from k3core.model.model import K3Model
 from k3core.model.moe import Router
 from k3core.model.state import SlotState
+from k3kernels.kda import eager as kda_eager
 from k3kernels.packing import Packing
 
 RandomModel = Callable[[K3Config], K3Model]
@@ -159,3 +160,13 @@ def test_a_prefill_cannot_be_checkpointed(k3: K3Config, random_model: RandomMode
     state = SlotState(k3, num_slots=3, max_length=40)
     with pytest.raises(AssertionError, match="move the slots again"):
         model(made_tokens(k3), PACKING, None, state, torch.arange(3), activation_checkpointing=True)
+
+
+def test_a_recurrence_cut_into_segments_is_computed_again_too(
+    k3: K3Config, random_model: RandomModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its backward runs inside the recomputation, which hands out what was saved once."""
+    model = random_model(k3)
+    monkeypatch.setattr(kda_eager, "LARGEST_BYTES", 1 << 12)
+    (kept, _), (again, _) = (gradients(model, recompute=recompute) for recompute in (False, True))
+    assert_same_bits(kept, again)
