@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows.model import model
+from flows.plan import plan
 from flows.up import add_commands
 from k3core.errors import IntegrityError, RunError
 
@@ -47,6 +49,8 @@ delta = typer.Typer(help="Published versions: check, measure and rebuild them.",
 app.add_typer(delta, name="delta")
 bench = typer.Typer(help="Measure on this machine, into JSON files.", rich_markup_mode=None)
 app.add_typer(bench, name="bench")
+app.add_typer(model, name="model")
+app.command()(plan)
 add_commands(app)
 
 Config = Annotated[
@@ -227,6 +231,39 @@ def explain(
 
 
 @app.command()
+def export(
+    version: Version,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist or be empty.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone: the default in mode lora.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="The base with the adapter merged into it.")] = False,
+    experts: Annotated[
+        str | None, typer.Option(metavar="keep|bf16|mxfp4", help="Form of the routed experts; as the run has them.")
+    ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Whose layout to take over; what the run started from, when left out."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="bf16|fp32", help="Stored type, in the family's own layout.")
+    ] = None,
+    root: Root = "runs",
+) -> int:
+    """Write a version as a folder that transformers, SGLang or vLLM load: a checkpoint, or a PEFT adapter."""
+    run, step = _version(version, "VERSION")
+    if adapter and merged:
+        raise typer.BadParameter(
+            "one of them: an adapter, or what it makes of the base.", param_hint="--adapter, --merged"
+        )
+    for flag, value, known in (("--experts", experts, "keep bf16 mxfp4"), ("--dtype", dtype, "bf16 fp32")):
+        if value is not None and value not in known.split():
+            raise typer.BadParameter(f"expected {known.replace(' ', ' or ')}, got {value!r}.", param_hint=flag)
+    from flows.export import as_wish, run_export
+
+    form = "adapter" if adapter else "merged" if merged else None
+    return run_export(root, as_wish(run, step, form, experts, like, dtype), out)
+
+
+@app.command()
 def rescore(words: Versions, settings: Settings = None, name: NewName = None, root: Root = "runs") -> int:
     """Grade stored trajectories again with other rewards, as a run of its own; show what changed."""
     versions, changes = _versions(words, settings)
@@ -364,7 +401,9 @@ def delta_reconstruct(
 def bench_delta(
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Sizes: the published versions of this run.")] = None,
     root: Root = "runs",
-    dtype: Annotated[str, typer.Option(metavar="bf16|stored", help="What engines are sent.")] = "bf16",
+    dtype: Annotated[
+        str, typer.Option(metavar="bf16|mxfp4|stored", help="What engines are sent; mxfp4: routed experts packed.")
+    ] = "bf16",
     full_every: Annotated[int, typer.Option(min=1, help="Steps from one whole version to the next.")] = 25,
     synthetic: Annotated[
         float | None, typer.Option(metavar="GIB", min=0.001, help="Speed on one core instead.")
@@ -384,6 +423,24 @@ def bench_delta(
 
     assert synthetic is not None
     return measure_speed(synthetic, lr, repeats, out)
+
+
+@bench.command("logprob")
+def bench_logprob(
+    tokens: Annotated[int, typer.Option(min=2, help="Of the batch.")] = 32_768,
+    vocab: Annotated[int, typer.Option(min=2, help="Words of the head.")] = 163_840,
+    trained: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the tokens.")] = 0.05,
+    width: Annotated[int, typer.Option(min=1, help="Of the hidden states.")] = 2304,
+    dtype: Annotated[str, typer.Option(metavar="bf16|fp32", help="Of hidden states and head.")] = "bf16",
+    whole: Annotated[
+        bool, typer.Option("--whole/--no-whole", help="Compare with whole logits, which take far more memory.")
+    ] = True,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For the JSON.")] = Path("bench"),
+) -> int:
+    """What the logprobs of a batch take in memory: in blocks, and over whole logits."""
+    from flows.bench_logprob import Batch, measure_logprob
+
+    return measure_logprob(Batch(tokens, vocab, width, trained, dtype), whole, out)
 
 
 def _is_for_a_person(error: ValueError) -> bool:

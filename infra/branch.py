@@ -136,12 +136,14 @@ def open_branch(
     for candidate in names:
         cfg = redo_config(store, origin, root, candidate, redo, settings)
         key, text = f"{candidate}/config.toml", stage_config(cfg).encode()
-        inputs = Inputs(store.ref(key, text), origin.inputs.tokenizer)
+        inputs = Inputs(store.ref(key, text), origin.inputs.tokenizer, origin.inputs.init)
         document: dict[str, Any] = {
             "config": asdict(inputs.config),
             "tokenizer": asdict(inputs.tokenizer),
             "from": {"run": run, "step": origin.version.step, "record": asdict(record)},
         }
+        if inputs.init is not None:
+            document["init"] = asdict(inputs.init)
         pinned = store.read_manifest(f"{candidate}/run.json")
         if pinned is not None and pinned != document:
             continue

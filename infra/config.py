@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 
 from infra.config_errors import explain
 from infra.config_rules import Problem, contradictions
+from infra.init_checkpoint import resolved, written_in
 from infra.task_settings import StageName
 from infra.task_settings import TasksConfig as TasksConfig
 from k3core.envs.environment import Limits
@@ -133,6 +134,9 @@ class TrainConfig:
     minibatches: Annotated[Count, Field(description="optimizer steps of one update")] = 2
     microbatch_rows: Annotated[Count, Field(description="sequences in one forward and backward pass")] = 16
     router_replay: Annotated[bool, Field(description="the trainer uses the experts that the engine chose")] = True
+    activation_checkpointing: Annotated[
+        bool, Field(description="layers are computed again in the backward pass: less memory, about a third more time")
+    ] = False
     lora_rank: Annotated[Count, Field(description="mode lora only")] = 16
     lora_alpha: Annotated[
         Positive, Field(description="mode lora only: the adapter's output is scaled by alpha / rank")
@@ -343,6 +347,7 @@ def shipped_names() -> tuple[str, ...]:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """`path` is a TOML file or the bare name of a shipped config; an override is `section.key=value`.
 
+    With `warm_start.init`, [model] is that of the folder's config.json, so that the config holds what the run works on.
     Raises ConfigError with every problem found. Lines about a setting of the file start with the file's name.
     """
     file = _find(path)
@@ -350,11 +355,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         text = file.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError([f"{file.name}: not TOML: {error}"]) from error
-    return parse(text, file.name, overrides)
+    return parse(text, file.name, overrides, with_init=True)
 
 
-def parse(text: str, name: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The same for a file's text; `name` is what its problems are called by."""
+def parse(text: str, name: str, overrides: Sequence[str] = (), *, with_init: bool = False) -> RunConfig:
+    """The same for a file's text; `name` is what its problems are called by.
+
+    with_init False: as the text has it, whatever became of the folder: a stored config holds its run's architecture.
+    """
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -363,33 +371,37 @@ def parse(text: str, name: str, overrides: Sequence[str] = ()) -> RunConfig:
     for key, value in changes.items():
         _set(data, key.split("."), value)
 
-    problems = list(malformed)
-    for keys, message in _problems(data, _written(data)):
+    problems, written = list(malformed), _written(data)
+    tree, found = resolved(data, written) if with_init else (data, [])
+    for keys, message in (*found, *_problems(tree, written)):
         from_command_line = any(_overlap(key, change) for key in keys for change in changes)
         problems.append(message if from_command_line else f"{name}: {message}")
     if problems:
         raise ConfigError(problems)
-    return _build(data)
+    return _build(tree)
 
 
 def from_tree(settings: RunConfig | Mapping[str, Any]) -> RunConfig:
     """A config that came as JSON, as a form sends it: with every default written out. Raises ConfigError."""
     if isinstance(settings, RunConfig):
         return settings
-    problems = [message for _, message in _problems(settings, ())]
+    settings, found = resolved(settings, written_in(settings))
+    problems = [message for _, message in (*found, *_problems(settings, ()))]
     if problems:
         raise ConfigError(problems)
     return _build(settings)
 
 
 def dump(cfg: RunConfig) -> str:
-    """TOML that `load` reads back to an equal config. Settings that train.mode leaves unread are left out."""
+    """TOML that `load` reads back to an equal config. Settings that others leave unread are left out."""
     lines: list[str] = []
     tables: list[str] = []
     for section in fields(cfg):
         value = getattr(cfg, section.name)
         if not is_dataclass(value):
             lines.append(f"{section.name} = {_toml(value)}")
+            continue
+        if section.name == "tokenizer" and cfg.warm_start.init is not None:
             continue
         tables += ["", f"[{section.name}]"]
         for entry in fields(value):

@@ -6,11 +6,11 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from k3core.eval.suite import NUM_PROMPTS
-from k3core.model.config import K3Config
+from k3core.model.config import MXFP4
+from k3core.model.rules import model_problems
 from k3core.rl.gspo import GspoConfig
 
 if TYPE_CHECKING:  # infra.config calls these rules
@@ -23,12 +23,16 @@ API_URL = "PREFECT_API_URL"
 # Between two sound implementations of one model a token's log-probability differs by about this much (nat).
 TOKEN_NOISE = 0.04
 
+SUPERVISED = "supervised steps train all parameters, and packed experts cannot be trained"
+
 Problem = tuple[tuple[str, ...], str]  # the settings it is about, its line
 
 
 def contradictions(cfg: RunConfig, written: Collection[str]) -> Iterator[Problem]:
     """Settings that are each fine and cannot be honoured as they stand: (the settings, one line)."""
-    yield from _model_problems(cfg.model)
+    for keys, line in model_problems(cfg.model, lambda key: f"model.{key}"):
+        yield tuple(f"model.{key}" for key in keys), line
+    yield from _packed_problems(cfg)
     yield from _gspo_problems(cfg.gspo)
 
     scheme, separator, _ = cfg.root.partition("://")
@@ -41,7 +45,13 @@ def contradictions(cfg: RunConfig, written: Collection[str]) -> Iterator[Problem
             f"or {TRACKING_URI} in the environment",
         )
     yield from _pool_problems(cfg)
-    if cfg.tokenizer.vocab_size > cfg.model.vocab_size:
+    if (init := cfg.warm_start.init) is not None:
+        for key in sorted(key for key in written if key.startswith("tokenizer.")):
+            yield (
+                (key, "warm_start.init"),
+                f"{key} and warm_start.init {json.dumps(init)}: the tokenizer is the checkpoint's; remove the line",
+            )
+    elif cfg.tokenizer.vocab_size > cfg.model.vocab_size:
         yield (
             ("tokenizer.vocab_size", "model.vocab_size"),
             f"tokenizer.vocab_size {cfg.tokenizer.vocab_size} and model.vocab_size {cfg.model.vocab_size}: "
@@ -160,42 +170,26 @@ def _pool_problems(cfg: RunConfig) -> Iterator[Problem]:
             yield ("pools.engines",), f"pools.engines: expected http:// addresses, got {json.dumps(url)}"
 
 
-def _model_problems(model: K3Config) -> Iterator[Problem]:
-    for entry in fields(model):
-        value = getattr(model, entry.name)
-        may_be_negative = entry.name == "gate_lower_bound"
-        least = 0 if entry.name in ("first_k_dense_replace", "num_shared_experts", "qk_rope_head_dim") else 1
-        if isinstance(value, bool) or value is None or may_be_negative:
-            continue
-        if isinstance(value, int) and value < least:
-            yield (f"model.{entry.name}",), f"model.{entry.name}: must be >= {least}, got {value}"
-        if isinstance(value, float) and value <= 0:
-            yield (f"model.{entry.name}",), f"model.{entry.name}: must be > 0, got {value:g}"
-    if model.gate_lower_bound is not None and not -5.0 <= model.gate_lower_bound < 0:
+def _packed_problems(cfg: RunConfig) -> Iterator[Problem]:
+    """Packed experts stay as a checkpoint brought them."""
+    if cfg.model.expert_quantization != MXFP4:
+        return
+    said = f"model.expert_quantization {MXFP4}"
+    if cfg.warm_start.init is None:
         yield (
-            ("model.gate_lower_bound",),
-            f"model.gate_lower_bound: must be in [-5, 0) or none, got {model.gate_lower_bound:g}",
+            ("model.expert_quantization", "warm_start.init"),
+            f"{said} and warm_start.init none: only a checkpoint brings packed experts; set one of them",
         )
-    if model.hidden_act not in ("situ", "silu"):
-        yield ("model.hidden_act",), f"model.hidden_act: must be 'situ' or 'silu', got {json.dumps(model.hidden_act)}"
-    layers = model.full_attn_layers
-    if list(layers) != sorted(set(layers)) or not all(1 <= layer <= model.num_hidden_layers for layer in layers):
+    if cfg.train.mode != "lora":
         yield (
-            ("model.full_attn_layers", "model.num_hidden_layers"),
-            f"model.full_attn_layers {list(layers)} and model.num_hidden_layers {model.num_hidden_layers}: "
-            "layers count from 1, ascending, each once",
+            ("model.expert_quantization", "train.mode"),
+            f'{said} and train.mode "{cfg.train.mode}": packed experts cannot be trained; set it to none, or train.mode'
+            ' to "lora"',
         )
-    if model.first_k_dense_replace > model.num_hidden_layers:
+    if cfg.warm_start.init is not None and cfg.warm_start.steps > 0:
         yield (
-            ("model.first_k_dense_replace", "model.num_hidden_layers"),
-            f"model.first_k_dense_replace {model.first_k_dense_replace} and model.num_hidden_layers "
-            f"{model.num_hidden_layers}: there are not so many layers",
-        )
-    if model.num_experts_per_token > model.num_experts:
-        yield (
-            ("model.num_experts_per_token", "model.num_experts"),
-            f"model.num_experts_per_token {model.num_experts_per_token} and model.num_experts {model.num_experts}: "
-            "a token cannot choose more experts than there are",
+            ("warm_start.steps", "model.expert_quantization"),
+            f"warm_start.steps {cfg.warm_start.steps} and {said}: {SUPERVISED}; set warm_start.steps to 0",
         )
 
 

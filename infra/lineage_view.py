@@ -146,7 +146,7 @@ class _View:
         for node in self.found.nodes.values():
             if node.facts.get("stage") == "warm_start" and node.id not in self.drawn:
                 lines += describe(node, "")
-        for word in ("config", "tokenizer"):
+        for word in ("config", "tokenizer", "init"):
             for node in self.found.nodes.values():
                 if node.kind == "file" and node.title.startswith(f"{word} of ") and node.ref is not None:
                     lines.append(f"{node.title}: {node.ref.sha256[:SHORT]}, {node.ref.uri}")
@@ -224,7 +224,12 @@ def _evaluation(facts: Mapping[str, Any]) -> list[str]:
 def _warm_start(facts: Mapping[str, Any]) -> list[str]:
     settings = facts["provenance"].get("warm_start", {})
     loss = _number(facts["metrics"], "warm_start/loss", ".3f")
-    return [f"warm start  {settings.get('steps', '?')} supervised steps of {settings.get('rows', '?')}, loss {loss}"]
+    trained = f"{settings.get('steps', '?')} supervised steps of {settings.get('rows', '?')}, loss {loss}"
+    init = facts["provenance"].get("init")
+    if init is None:
+        return [f"warm start  {trained}"]
+    start = f"warm start  from {init['folder']} {_digest(init['heads_sha256'])}"
+    return [f"{start}, then {trained}" if settings.get("steps") else start]
 
 
 def _adopted(facts: Mapping[str, Any]) -> list[str]:

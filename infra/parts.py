@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infra.config import RunConfig
+from infra.init_checkpoint import folder_of
 from k3core.chat import training_texts
 from k3core.envs.contracts import ContractsEnvironment, generate
 from k3core.envs.demonstrations import mixture
@@ -38,7 +39,17 @@ def build_judge(cfg: RunConfig) -> Judge:
 
 
 def build_tokenizer(cfg: RunConfig) -> Tokenizer:
-    """Byte-pair merges learnt from demonstrations that no arm trains on (negative indices)."""
+    """The checkpoint's, where the run starts from one; else byte-pair merges learnt from demonstrations that no arm
+    trains on (negative indices). Raises ValueError for a tokenizer that the model has no embeddings for."""
+    if cfg.warm_start.init is not None:
+        folder = folder_of(cfg.warm_start.init)
+        brought = Tokenizer.from_folder(folder)
+        if brought.vocab_size > cfg.model.vocab_size:
+            raise ValueError(
+                f"{folder}: its tokenizer has {brought.vocab_size} tokens and its config.json vocab_size "
+                f"{cfg.model.vocab_size}: the model has no embedding for the last ones; the files do not belong together"
+            )
+        return brought
     conversations = (
         mixture(cfg.warm_start.seed, -1 - i, cfg.warm_start.expert_share)[2]
         for i in range(cfg.tokenizer.corpus_prompts)

@@ -6,9 +6,10 @@ A stage is a pure function of references whoever runs it: a warm process is fast
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from infra import policies
@@ -16,7 +17,9 @@ from infra.config import RunConfig
 from infra.host_weights import load_shared
 from infra.serving import ServingEngine, resident_sha256
 from infra.store import Store
+from k3core.chat import chat_format
 from k3core.checkpoint.tensors import from_safetensors, from_torch, to_torch
+from k3core.model.model import build_model
 from k3core.model.weights import is_adapter_tensor
 from k3core.rl.trainer import Trainer
 from k3core.rollout.engine import K3Engine
@@ -33,6 +36,7 @@ class Pool:
     loads: dict[str, int] = field(default_factory=lambda: {"trainer": 0, "engine": 0})
     _trainer: Trainer | None = None
     _trainer_at: tuple[str, str] | None = None
+    _fresh_adapter: dict[str, Tensor] = field(default_factory=dict)
     _engine: K3Engine | None = None
     _engine_at: str | None = None
     _engine_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -41,11 +45,22 @@ class Pool:
         """The trainer with these weights and this optimizer state (None: fresh)."""
         wanted = (policy.weights_sha256, optimizer.sha256 if optimizer else "fresh")
         if self._trainer is None:
-            self._trainer = Trainer(self.cfg.model, self.cfg.train.optim, self.cfg.train.lora, self.cfg.seed)
+            cfg = self.cfg
+            # What a checkpoint filled needs no random weights first: for a large model they take minutes.
+            model = None if cfg.warm_start.init is None else build_model(cfg.model)
+            self._trainer = Trainer(
+                cfg.model,
+                cfg.train.optim,
+                cfg.train.lora,
+                cfg.seed,
+                model=model,
+                activation_checkpointing=cfg.train.activation_checkpointing,
+            )
+            self._fresh_adapter, _ = self._trainer.save(adapter_only=True)
         if self._trainer_at != wanted:
             self._trainer_at = None  # half loaded is nowhere
             state = {} if optimizer is None else load_tensors_ref(self.store, optimizer)
-            self._trainer.load(load_policy(self.cfg, self.store, policy), state)
+            self._trainer.load(load_policy(self.store, policy, self._fresh_adapter), state)
             self._trainer_at = wanted
             self.loads["trainer"] += 1
         return self._trainer
@@ -64,14 +79,16 @@ class Pool:
                 cfg = self.cfg
                 self._engine = K3Engine(
                     cfg.model,
-                    tokenizer.end_of_msg,
+                    chat_format(tokenizer).stop_token,
                     num_slots=cfg.rollout.max_running,
                     max_length=cfg.environment.max_tokens,
                     lora=cfg.train.lora,
                 )
             if self._engine_at != policy.weights_sha256 or self._engine.policy_step != policy.step:
                 self._engine_at = None
-                self._engine.load(policy.step, load_policy(self.cfg, self.store, policy))
+                held = self._engine.served_tensors()
+                without = {name: torch.zeros_like(t) for name, t in held.items() if is_adapter_tensor(name)}
+                self._engine.load(policy.step, load_policy(self.store, policy, without))
                 self._engine_at = policy.weights_sha256
                 self.loads["engine"] += 1
             return self._engine
@@ -109,19 +126,16 @@ def pool_for(cfg: RunConfig, config_sha256: str, store: Store) -> Pool:
     return _pools[config_sha256]
 
 
-def load_policy(cfg: RunConfig, store: Store, policy: PolicyVersion) -> dict[str, Tensor]:
-    """All tensors of a version's model. An adapter stands on its run's step 0; a base in mode "lora" gets the adapter
-    that changes nothing, as the trainer starts with."""
+def load_policy(store: Store, policy: PolicyVersion, fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of a version's model. An adapter stands on its run's step 0; a version without one gets `fresh`, an
+    adapter that changes nothing (empty in mode "full")."""
     tensors = to_torch(load_shared(store, policy))
-    if policy.kind == "adapter":
-        base = policies.read_version(store, policy.run, 0)
-        if base is None:
-            raise ValueError(f"{policy.weights.uri}: an adapter, but step 0 of run {policy.run!r} is not published")
-        tensors = {**to_torch(load_shared(store, base)), **tensors}
-    elif cfg.train.mode == "lora":
-        fresh, _ = Trainer(cfg.model, cfg.train.optim, cfg.train.lora, cfg.seed).save()
-        tensors = {**{name: t for name, t in fresh.items() if is_adapter_tensor(name)}, **tensors}
-    return tensors
+    if policy.kind != "adapter":
+        return {**fresh, **tensors}
+    base = policies.read_version(store, policy.run, 0)
+    if base is None:
+        raise ValueError(f"{policy.weights.uri}: an adapter, but step 0 of run {policy.run!r} is not published")
+    return {**to_torch(load_shared(store, base)), **tensors}
 
 
 def load_tensors_ref(store: Store, ref: Ref) -> dict[str, Tensor]:

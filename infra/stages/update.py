@@ -90,4 +90,4 @@ def _drift_of_all(trainer: Trainer, groups: Sequence[ScoredGroup], cfg: UpdateCo
     batches = microbatches(trajectories, [0.0] * len(trajectories), cfg.microbatch_rows, cfg.router_replay)
     with torch.no_grad():
         ours = [trainer.logprobs(b.tokens_T, b.packing, b.target_M, b.replay_TLk, b.temperature) for b in batches]
-    return drift(torch.cat(ours).numpy(), torch.cat([b.rollout_logprobs_M for b in batches]).numpy())
+    return drift(torch.cat(ours).cpu().numpy(), torch.cat([b.rollout_logprobs_M for b in batches]).numpy())

@@ -1,17 +1,27 @@
-"""A real S3 server behind a proxy that injects faults, and roots of each kind. Started once, when a test asks for it."""
+"""A real S3 server behind a proxy that injects faults, and roots of each kind. Started once, when a test asks for it.
+
+And checkpoints of small models with a tokenizer, as a person brings them.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from infra.config import load
 from infra.faults.proxy import FaultProxy
+from infra.parts import build_tokenizer
 from infra.seaweed import WeedPorts, end_weed, wait_until_healthy, weed_command, write_config
+from infra.tokenizer_files import tokenizer_files
+from k3core.checkpoint.hf import save_checkpoint
+from k3core.model.config import MXFP4, K3Config
+from k3core.model.random_weights import random_tensors
 
 ACCESS_KEY, SECRET_KEY = "test-access-key", "test-secret-key-that-is-never-shown"
 
@@ -65,3 +75,41 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "memory":
         return f"memory://{uuid.uuid4().hex}/store"
     return str(tmp_path / "a store") if request.param == "path" else f"file://{tmp_path}/store"
+
+
+SMALL_K3 = K3Config(
+    hidden_size=32, num_hidden_layers=3, num_attention_heads=2, full_attn_layers=(3,), q_lora_rank=16, kv_lora_rank=16,
+    qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, kda_num_heads=2, kda_head_dim=8, intermediate_size=64,
+    num_experts=4, moe_intermediate_size=32, routed_expert_hidden_size=32,
+)  # fmt: skip
+MODELS = {
+    "k3": SMALL_K3,
+    "k3_packed": replace(SMALL_K3, expert_quantization=MXFP4),
+    "kimi_linear": replace(
+        SMALL_K3, q_lora_rank=None, mla_use_output_gate=False, use_full_rank_gate=False, gate_lower_bound=None,
+        routed_expert_hidden_size=None, latent_moe_use_norm=False, hidden_act="silu", activation_situ_linear_beta=None,
+        attn_res_block_size=None,
+    ),
+}  # fmt: skip
+InitFolder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_in_files() -> dict[str, bytes]:
+    return tokenizer_files(build_tokenizer(load("smoke", ["tokenizer.corpus_prompts=40"])))
+
+
+@pytest.fixture
+def init_folder(tmp_path: Path, tokenizer_in_files: dict[str, bytes]) -> InitFolder:
+    """A checkpoint of random weights in bf16: `k3`, `k3_packed` or `kimi_linear`, in several files."""
+
+    def make(kind: str) -> Path:
+        folder, cfg = tmp_path / kind, MODELS[kind]
+        experts = "mxfp4" if cfg.expert_quantization else "keep"
+        save_checkpoint(folder, cfg, random_tensors(cfg, 1), experts=experts, shard_bytes=60_000)
+        for name, data in tokenizer_in_files.items():
+            (folder / name).write_bytes(data)
+        (folder / "LICENSE").write_text("of somebody")
+        return folder
+
+    return make

@@ -104,6 +104,10 @@ def test_a_whole_number_is_a_number() -> None:
         ("model.hidden_size=0", "model.hidden_size: must be >= 1, got 0"),
         ("model.routed_scaling_factor=0.0", "model.routed_scaling_factor: must be > 0, got 0"),
         ("model.hidden_act=relu", "model.hidden_act: must be 'situ' or 'silu', got \"relu\""),
+        (
+            "model.expert_quantization=fp8",
+            "model.expert_quantization: must be 'mxfp4' or none, got \"fp8\"",
+        ),
         ("model.gate_lower_bound=-6.0", "model.gate_lower_bound: must be in [-5, 0) or none, got -6"),
         ("gspo.clip_low=1.0", "gspo.clip_low: must be > 0 and < 1, got 1"),
         ("gspo.clip_high=0.0", "gspo.clip_high: must be > 0, got 0"),
@@ -153,7 +157,6 @@ def test_a_contradiction_names_both_settings(overrides: list[str], line: str) ->
         ["rollout.temperature=0.7"],  # reported under the sampling distribution, and the trainer divides too
         ["evaluate.top_p=0.9", "evaluate.top_k=20"],
         ["train.mode=lora", "train.lora_rank=8"],
-        ["warm_start.steps=0", "warm_start.init=checkpoints/x"],
         ["environment.name=lab", "environment.path=lab"],
         ["root=s3://bucket/runs", "tracking.mlflow_uri=http://127.0.0.1:5000"],
         ["root=file:///tmp/runs"],
@@ -162,6 +165,13 @@ def test_a_contradiction_names_both_settings(overrides: list[str], line: str) ->
 )
 def test_what_can_be_honoured_is_accepted(overrides: list[str]) -> None:
     load("tiny", overrides)
+
+
+def test_widths_that_cannot_be_packed_are_refused() -> None:
+    found = problems("train.mode=lora", "model.expert_quantization=mxfp4", "model.moe_intermediate_size=64")
+    assert found[0].startswith(
+        "model.routed_expert_hidden_size 48 and model.expert_quantization mxfp4: packed experts come in groups of 32"
+    )
 
 
 def test_all_problems_are_reported_at_once() -> None:
