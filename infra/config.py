@@ -18,6 +18,7 @@ from infra.config_rules import Problem, contradictions
 from infra.init_checkpoint import resolved, written_in
 from infra.task_settings import StageName
 from infra.task_settings import TasksConfig as TasksConfig
+from k3core.chat.settings import ThinkingEffort
 from k3core.envs.environment import Limits
 from k3core.model.config import K3Config
 from k3core.model.lora import LoraConfig
@@ -74,6 +75,20 @@ class EnvironmentConfig:
     @property
     def limits(self) -> Limits:
         return Limits(**{limit.name: getattr(self, limit.name) for limit in fields(Limits)})
+
+
+@dataclass(frozen=True, slots=True)
+class ChatConfig:
+    """What the prompts say besides their messages, in the chat format of the tokenizer. A released model knows tools that
+    are declared to it; the tiny policy learns them from demonstrations."""
+
+    declare_tools: Annotated[bool, Field(description="prompts begin with a declaration of the environment's tools")] = (
+        False
+    )
+    thinking: Annotated[bool, Field(description="turns have a think channel before their response")] = False
+    thinking_effort: Annotated[
+        ThinkingEffort | None, Field(description="said to the policy; none says nothing; needs thinking")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +324,9 @@ class RunConfig:
     environment: Annotated[
         EnvironmentConfig, Field(description="what the agent works in, and the limits of an episode")
     ] = field(default_factory=EnvironmentConfig)
+    chat: Annotated[ChatConfig, Field(description="tools and thinking, in the tokenizer's chat format")] = field(
+        default_factory=ChatConfig
+    )
     warm_start: Annotated[
         WarmStartConfig, Field(description="supervised steps that give the run a policy that earns some reward")
     ] = field(default_factory=WarmStartConfig)

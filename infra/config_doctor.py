@@ -12,7 +12,7 @@ import torch
 from infra.config import RunConfig
 from infra.doctor import Finding, check_root, size
 from infra.init_checkpoint import absence, folder_of
-from infra.parts import build_tokenizer
+from infra.parts import build_environment, build_tokenizer, chat_settings
 from infra.policies import read_version
 from infra.store import Store, StoreUnavailable
 from k3core.chat import chat_format
@@ -109,6 +109,11 @@ def _checkpoint(cfg: RunConfig) -> Iterator[Finding]:
         yield Finding("tokenizer", False, True, str(error), "put the checkpoint's own tokenizer files into its folder")
         return
     yield Finding("tokenizer", True, True, f"{tokenizer.vocab_size:,} tokens, from {init}")
+    try:
+        chat_settings(cfg, build_environment(cfg), tokenizer)
+    except ValueError as error:
+        detail, _, remedy = str(error).rpartition("; ")
+        yield Finding("chat", False, True, detail, remedy)
 
 
 def _has_begun(cfg: RunConfig) -> bool:

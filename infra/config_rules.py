@@ -75,6 +75,12 @@ def contradictions(cfg: RunConfig, written: Collection[str]) -> Iterator[Problem
             ("environment.name", "environment.path"),
             f'environment.name "{env.name}" and environment.path {json.dumps(env.path)}: only "lab" reads a path',
         )
+    if cfg.chat.thinking_effort is not None and not cfg.chat.thinking:
+        yield (
+            ("chat.thinking_effort", "chat.thinking"),
+            f'chat.thinking_effort "{cfg.chat.thinking_effort}" and chat.thinking false: there is nothing to think; '
+            "set chat.thinking=true or remove it",
+        )
     if cfg.warm_start.steps == 0 and cfg.warm_start.init is None:
         yield (
             ("warm_start.steps", "warm_start.init"),

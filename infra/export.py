@@ -29,9 +29,16 @@ from infra.tokenizer_files import token_ids, tokenizer_files
 from infra.version_chain import find_steps
 from k3core.checkpoint.adapter import Adapter, model_matrices, save_adapter
 from k3core.checkpoint.folder import CONFIG, INDEX, read_json_object
-from k3core.checkpoint.hf import Checkpoint, open_checkpoint, save_checkpoint
-from k3core.checkpoint.hf_plan import GENERATION_CONFIG
-from k3core.checkpoint.hf_write import MAX_COPIED_BYTES, WEIGHT_SUFFIXES, ExpertForm, SaveSummary
+from k3core.checkpoint.hf import (
+    GENERATION_CONFIG,
+    MAX_COPIED_BYTES,
+    WEIGHT_SUFFIXES,
+    Checkpoint,
+    ExpertForm,
+    SaveSummary,
+    open_checkpoint,
+    save_checkpoint,
+)
 from k3core.checkpoint.merge import Merge, PackedExperts
 from k3core.checkpoint.names import collapse
 from k3core.checkpoint.new_folder import new_folder, refuse_taken, sync

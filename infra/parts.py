@@ -8,7 +8,7 @@ from pathlib import Path
 
 from infra.config import RunConfig
 from infra.init_checkpoint import folder_of
-from k3core.chat import training_texts
+from k3core.chat import ChatSettings, chat_format, training_texts
 from k3core.envs.contracts import ContractsEnvironment, generate
 from k3core.envs.demonstrations import mixture
 from k3core.envs.environment import Environment
@@ -31,6 +31,16 @@ class Arm:
 
 def build_environment(cfg: RunConfig) -> Environment:
     return ContractsEnvironment(cfg.environment.limits)
+
+
+def chat_settings(cfg: RunConfig, environment: Environment, tokenizer: Tokenizer) -> ChatSettings:
+    """Raises ValueError for thinking in a chat format that has no such channel."""
+    if cfg.chat.thinking and not chat_format(tokenizer).has_thinking:
+        raise ValueError(
+            "chat.thinking true: the tokenizer's chat format has no think channel; set chat.thinking=false"
+        )
+    tools = tuple(tool.declaration for tool in environment.tools) if cfg.chat.declare_tools else ()
+    return ChatSettings(thinking=cfg.chat.thinking, tools=tools, thinking_effort=cfg.chat.thinking_effort)
 
 
 def build_judge(cfg: RunConfig) -> Judge:

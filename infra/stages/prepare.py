@@ -8,7 +8,7 @@ from dataclasses import asdict
 from infra.config import ConfigError, RunConfig, parse
 from infra.init_checkpoint import absence, folder_of
 from infra.init_identity import heads_of, to_document
-from infra.parts import build_tokenizer
+from infra.parts import build_environment, build_tokenizer, chat_settings
 from infra.stages.context import Inputs, stage_config
 from infra.stages.init import changes_since
 from infra.store import Store
@@ -53,6 +53,7 @@ def _pin(store: Store, cfg: RunConfig, text: str) -> Inputs:
     if cfg.warm_start.init is not None and (problem := absence(cfg.warm_start.init)) is not None:
         raise ValueError(str(problem))
     tokenizer = build_tokenizer(cfg)
+    chat_settings(cfg, build_environment(cfg), tokenizer)  # refused before anything is stored
     init: Ref | None = None
     if cfg.warm_start.init is not None:
         heads = heads_of(open_checkpoint(folder_of(cfg.warm_start.init)))

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from infra.parts import build_environment, train_prompts, train_sampling
+from infra.parts import build_environment, chat_settings, train_prompts, train_sampling
 from infra.provenance import engine_build, prompts_and_rubric
 from infra.records import encode
 from infra.stages.context import Context, Inputs, Progress, no_progress
@@ -78,15 +78,17 @@ def run_episodes(
         done += 1
         progress(done, len(specs))
 
+    environment = build_environment(context.cfg)
     episodes = rollout(
         engine,
-        build_environment(context.cfg),
+        environment,
         tokenizer,
         specs,
         sampling,
         context.cfg.environment.limits,
         context.cfg.rollout.max_running,
         count,
+        chat_settings(context.cfg, environment, tokenizer),
     )
     return tuple(asyncio.run(episodes))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infra import policies
 from infra.init_weights import fill_model, write_file
-from infra.parts import Arm, supervised_optim
+from infra.parts import Arm, build_environment, chat_settings, supervised_optim
 from infra.pool import load_tensors_ref
 from infra.provenance import trainer_build
 from infra.scratch import scratch_folder
@@ -19,13 +19,13 @@ from infra.stages.context import Context, Inputs, Progress, no_progress
 from infra.stages.init import Read, find_read, read_init
 from infra.stages.record import stage_key
 from infra.store import Store
+from k3core.chat import ChatSettings
 from k3core.checkpoint.tensors import from_torch, to_safetensors, to_torch
 from k3core.envs.demonstrations import mixture
 from k3core.errors import RunError
 from k3core.model.model import build_model
 from k3core.rl.supervised import Demonstration, demonstration, supervised_step, warmup_cosine
 from k3core.rl.trainer import Trainer
-from k3core.rollout.episodes import THINKING
 from k3core.sealed import canonical_json, seal, unseal
 from k3core.tokenizer import Tokenizer
 from k3core.types import PolicyVersion, Ref
@@ -140,13 +140,14 @@ def train_supervised(
     """The loss over the last steps. What a checkpoint holds (weights, moments, step) is all that a later step depends
     on, so a resumed arm ends bit for bit where an uninterrupted one does."""
     store, tokenizer = context.store, context.tokenizer()
+    settings = chat_settings(context.cfg, build_environment(context.cfg), tokenizer)
     key = _checkpoint_key(context, name)
     step, losses = _restore(store, key, trainer)
     while step < schedule.steps:
         is_expert_step = step < schedule.expert_steps
         share = 1.0 if is_expert_step else schedule.arm.expert_share
         first = schedule.arm.first_index + step * schedule.rows
-        batch = [_draw(schedule.seed, first + i, share, tokenizer) for i in range(schedule.rows)]
+        batch = [_draw(schedule.seed, first + i, share, tokenizer, settings) for i in range(schedule.rows)]
         rate = schedule.mixture_rate
         if is_expert_step:
             rate = schedule.peak * warmup_cosine(step, schedule.expert_steps, WARMUP_STEPS, LAST_FACTOR)
@@ -164,9 +165,9 @@ def train_supervised(
     return sum(losses) / max(1, len(losses))
 
 
-def _draw(seed: int, index: int, expert_share: float, tokenizer: Tokenizer) -> Demonstration:
+def _draw(seed: int, index: int, expert_share: float, tokenizer: Tokenizer, settings: ChatSettings) -> Demonstration:
     _, _, messages = mixture(seed, index, expert_share)
-    return demonstration(messages, tokenizer, THINKING)
+    return demonstration(messages, tokenizer, settings)
 
 
 def _save(store: Store, key: str, trainer: Trainer, step: int, losses: list[float]) -> None:

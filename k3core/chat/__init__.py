@@ -21,7 +21,7 @@ from k3core.chat.format import ChatFormat as ChatFormat
 from k3core.chat.format import chat_format as chat_format
 from k3core.chat.history import History as History
 from k3core.chat.reader import MalformedTurn as MalformedTurn
-from k3core.chat.settings import PLAIN
+from k3core.chat.settings import PLAIN as PLAIN
 from k3core.chat.settings import ChatSettings as ChatSettings
 from k3core.chat.settings import ThinkingEffort as ThinkingEffort
 from k3core.chat.wording import Wording as Wording

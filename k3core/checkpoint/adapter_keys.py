@@ -67,7 +67,7 @@ def parse_key(key: str, cfg: K3Config) -> Key | None:
     module = match[1].replace(".self_attn.forget_gate.", ".self_attn.")
     if module.startswith("model.language_model."):
         module = "language_model.model." + module.removeprefix("model.language_model.")
-    path = (internal_name(f"{module}.weight", cfg) or f"{module}.weight").removesuffix(".weight")
+    path = internal_name(f"{module}.weight", cfg).removesuffix(".weight")
     expert, fused = _EXPERT.match(path), _FUSED.match(path)
     if expert:
         return Key(f"{expert[1]}.{expert[3]}", match[2], int(expert[2]))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3core.chat import ChatSettings, History, chat_format
+from k3core.chat import PLAIN, ChatSettings, History, chat_format
 from k3core.rl.optim import StepResult
 from k3core.rl.trainer import Trainer
 from k3core.tokenizer import Tokenizer
@@ -36,19 +35,17 @@ class SupervisedStep:
     result: StepResult
 
 
-def demonstration(
-    messages: Sequence[Message], tokenizer: Tokenizer, thinking: bool, tools: tuple[Mapping[str, Any], ...] = ()
-) -> Demonstration:
+def demonstration(messages: Sequence[Message], tokenizer: Tokenizer, settings: ChatSettings = PLAIN) -> Demonstration:
     """The same token layout as an episode's: tools and prompt, then stub, turn, tool results, stub, turn, ..."""
     chat = chat_format(tokenizer)
     history = History()
-    history.append_context(chat.render_messages((), ChatSettings(tools=tools)))
+    history.append_context(chat.render_messages((), settings))
     calls: tuple[ToolCall, ...] | None = None
     for role, group in groupby(messages, key=lambda message: message.role):
         if role == "assistant":
             for message in group:
-                history.append_context(chat.generation_stub(thinking))
-                history.append_sampled(chat.render_turn(message, thinking))
+                history.append_context(chat.generation_stub(settings.thinking))
+                history.append_sampled(chat.render_turn(message, settings.thinking))
                 calls = message.tool_calls
         elif role == "tool":
             history.append_context(chat.render_tool_results(list(group), calls))

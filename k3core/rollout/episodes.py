@@ -10,14 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from k3core.chat import ChatSettings, History, MalformedTurn, chat_format
+from k3core.chat import PLAIN, ChatSettings, History, MalformedTurn, chat_format
 from k3core.envs.environment import Environment, InfrastructureError, Limits
 from k3core.rollout.engine import Engine, GenerateRequest, Generation
 from k3core.tokenizer import Tokenizer
 from k3core.types import Prompt, SamplingParams, StopReason, Trajectory
-
-THINKING = False  # the episodes of this project run with the think channel off
-SETTINGS = ChatSettings(thinking=THINKING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ async def rollout(
     limits: Limits,
     max_running: int,
     on_done: Callable[[Trajectory], None] = lambda _: None,
-    settings: ChatSettings = SETTINGS,
+    settings: ChatSettings = PLAIN,
 ) -> list[Trajectory]:
     """Run all episodes, at most `max_running` at a time; a finished one leaves and a waiting one enters.
 
@@ -75,7 +72,7 @@ async def run_episode(
     spec: EpisodeSpec,
     sampling: SamplingParams,
     limits: Limits,
-    settings: ChatSettings = SETTINGS,
+    settings: ChatSettings = PLAIN,
 ) -> Trajectory:
     """One trajectory. It depends on its seed and not on its neighbours; the clock can only end it (`timeout`).
 

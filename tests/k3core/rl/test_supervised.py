@@ -20,7 +20,7 @@ from k3core.rl.optim import OptimConfig
 from k3core.rl.supervised import Demonstration, demonstration, supervised_step, warmup_cosine
 from k3core.rl.trainer import Trainer
 from k3core.rollout.engine import GenerateRequest, Generation
-from k3core.rollout.episodes import THINKING, EpisodeSpec, rollout
+from k3core.rollout.episodes import EpisodeSpec, rollout
 from k3core.tokenizer import Tokenizer
 from k3core.types import Message, SamplingParams, Trajectory
 from k3kernels.packing import Packing
@@ -135,14 +135,14 @@ def test_warmup_rises_to_one_and_the_cosine_falls_to_the_floor() -> None:
 def test_a_demonstration_has_the_tokens_and_mask_of_the_episode_that_it_shows(index: int) -> None:
     prompt, _, messages = mixture(seed=0, index=index, expert_share=0.5)
     tokenizer = Tokenizer.train(training_texts(messages), vocab_size=300)
-    turns = [render_turn(message, tokenizer, THINKING) for message in messages if message.role == "assistant"]
+    turns = [render_turn(message, tokenizer, thinking=False) for message in messages if message.role == "assistant"]
     engine = ScriptedEngine(turns)
     limits = Limits(max_turns=len(turns), max_turn_tokens=10_000, max_tokens=100_000)
     spec = EpisodeSpec(prompt, 0, 0)
     [trajectory] = asyncio.run(
         rollout(engine, ContractsEnvironment(limits), tokenizer, [spec], SamplingParams(), limits, max_running=1)
     )
-    shown = demonstration(messages, tokenizer, THINKING)
+    shown = demonstration(messages, tokenizer)
     assert trajectory.stop_reason == "finished"
     assert trajectory.num_turns == len(turns)
     assert shown.tokens == tuple(trajectory.tokens_T.tolist())
@@ -152,7 +152,7 @@ def test_a_demonstration_has_the_tokens_and_mask_of_the_episode_that_it_shows(in
 def test_a_demonstrations_trained_spans_are_its_assistant_turns() -> None:
     _, _, messages = mixture(seed=0, index=0, expert_share=1.0)
     tokenizer = Tokenizer.train(training_texts(messages), vocab_size=300)
-    shown = demonstration(messages, tokenizer, THINKING)
+    shown = demonstration(messages, tokenizer)
     spans: list[list[int]] = [[]]
     for token, is_trained in zip(shown.tokens, shown.loss_mask, strict=True):
         if is_trained:
@@ -160,4 +160,4 @@ def test_a_demonstrations_trained_spans_are_its_assistant_turns() -> None:
         elif spans[-1]:
             spans.append([])
     said: list[Message] = [message for message in messages if message.role == "assistant"]
-    assert [parse_turn(span, tokenizer, THINKING) for span in spans] == said
+    assert [parse_turn(span, tokenizer, thinking=False) for span in spans] == said

@@ -92,7 +92,7 @@ def test_an_episodes_tokens_are_the_conversation_in_the_tokenizers_format(
         results, _ = episode.step(turns[0])
     conversation = [*PROMPT.messages, turns[0], *results, turns[1]]
     assert trajectory.tokens_T.tolist() == chat.render_messages(conversation, settings)
-    shown = demonstration(conversation, tokenizer, settings.thinking, tools)
+    shown = demonstration(conversation, tokenizer, settings)
     assert list(shown.tokens) == trajectory.tokens_T.tolist()
     assert list(shown.loss_mask) == trajectory.loss_mask_T.tolist()
     text = tokenizer.decode(trajectory.tokens_T.tolist())
