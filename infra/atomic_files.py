@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from infra.flock import lock
+from k3core.checkpoint.new_folder import sync as sync_directory
 
 
 @contextmanager
@@ -61,14 +62,6 @@ def make_directory(directory: Path) -> None:
         make_directory(directory.parent)
         directory.mkdir(exist_ok=True)
         sync_directory(directory.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:

@@ -13,8 +13,9 @@ from typing import BinaryIO
 
 from fsspec.implementations.local import LocalFileSystem
 
-from infra.atomic_files import locked, make_directory, sync, sync_directory, synced_file, temporary_file
+from infra.atomic_files import locked, make_directory, sync, synced_file, temporary_file
 from infra.store.backend import Content, Stored, content_of, mismatch
+from k3core.checkpoint.new_folder import sync as sync_directory
 from k3core.errors import IntegrityError
 
 CHUNK_BYTES = 1 << 20

@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from infra.atomic_files import locked, make_directory, sync, sync_directory
+from infra.atomic_files import locked, make_directory, sync
 from infra.store.backend import Content, mismatch
 from infra.store.errors import StoreUnavailable
 from infra.store.options import StoreOptions, spans
 from infra.store.parallel import in_parallel
 from infra.store.s3_requests import NUM_BELIEVED, Changed, Head, S3Requests
 from infra.store.transfer_state import read_state, write_state
+from k3core.checkpoint.new_folder import sync as sync_directory
 from k3core.errors import IntegrityError
 
 
