@@ -389,6 +389,7 @@ def main() -> None:
     arguments.add_argument("--models", nargs="*", default=["kimi-linear", "kimi-k3"])
     options = arguments.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # docs/numerics.md
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     meter = Meter(device)
     result: dict[str, object] = {"machine": describe(device), "config": {"rank": RANK, "dtype": "bfloat16"}}
