@@ -43,7 +43,7 @@ from k3core.checkpoint.merge import Merge, PackedExperts
 from k3core.checkpoint.names import collapse
 from k3core.checkpoint.new_folder import new_folder, refuse_taken, sync
 from k3core.checkpoint.peft_targets import uncrossed_experts
-from k3core.checkpoint.tensors import to_torch
+from k3core.checkpoint.tensors import TORCH_DTYPES, to_torch
 from k3core.model.hf_config import to_hf
 from k3core.types import PolicyVersion
 
@@ -165,13 +165,13 @@ def _export_weights(
     like, notes = _like(context, wish)
     is_like = like is not None and wish.dtype is None
     experts = wish.experts or "keep"
+    dtype = wish.dtype or torch.bfloat16
     weights: Weighted | Merge = source.base()
     if form == "merged":
         assert cfg.train.lora is not None, "adapters come from mode lora"
         packs: PackedExperts = "bf16" if experts == "bf16" or cfg.model.expert_quantization is None else "mxfp4"
-        weights = Merge(source.base(), Adapter(cfg.train.lora, source.adapter()), packs)
-
-    dtype = wish.dtype or torch.bfloat16
+        base = _as_stored(source.base(), like if is_like else None, dtype)
+        weights = Merge(base, Adapter(cfg.train.lora, source.adapter()), packs)
 
     def save(folder: Path) -> SaveSummary:
         return save_checkpoint(
@@ -201,6 +201,16 @@ def _export_weights(
         None,
         tuple(notes),
     )
+
+
+def _as_stored(base: Weighted, like: Checkpoint | None, dtype: torch.dtype) -> Weighted:
+    """In the type of the file where that changes no value, as of a base that was widened to be trained above: a sum is
+    then rounded once, to that type, and the merge's report says what it cost."""
+    for name, weight in base:
+        at = None if like is None else like.tensors.get(name)
+        wanted = dtype if at is None else TORCH_DTYPES[at.entry.dtype]
+        narrow = weight.to(wanted) if weight.is_floating_point() and wanted.is_floating_point else weight
+        yield name, narrow if torch.equal(narrow.to(weight.dtype), weight) else weight
 
 
 def _save_dressed(

@@ -212,6 +212,7 @@ def test_a_merge_adds_the_adapter_and_leaves_all_else_in_place(
     text = json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]
     assert ("quantization_config" in text) == (experts is None)
     assert done.notes[0].startswith("merged 3 of 102 tensors, ")
+    assert done.notes[0].endswith("(3 as bfloat16)"), "what rounding cost is counted in the type of the file"
 
 
 def test_a_merge_into_packed_experts_moves_only_the_groups_that_it_touches(
