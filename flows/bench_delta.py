@@ -72,8 +72,10 @@ class Totals:
     saved_3: float
 
 
-def measure_run(root: str, run: str, dtype: str, full_every: int, out: Path) -> int:
+def measure_run(root: str, run: str, dtype: str, full_every: int, out: Path, experts_only: bool = False) -> int:
     """Encodes and applies the delta of each published version, and writes delta-sizes.json and .png into `out`.
+
+    experts_only: of the routed experts' tensors alone, which are nearly all of a released model and a part of a tiny one.
 
     Raises ValueError for a run without two whole versions, and IntegrityError when a version does not return bit for
     bit.
@@ -82,22 +84,27 @@ def measure_run(root: str, run: str, dtype: str, full_every: int, out: Path) -> 
         raise ValueError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     if full_every < 1:
         raise ValueError(f"--full-every {full_every}: expected at least 1")
-    pairs = itertools.pairwise(versions(Store(root), run, dtype))
+    found = versions(Store(root), run, dtype)
+    if experts_only:
+        found = ((step, _experts_of(run, weights)) for step, weights in found)
+    pairs = itertools.pairwise(found)
     rows = [measure_step(step, parent, new) for (_, parent), (step, new) in pairs]
     if not rows:
         raise ValueError(f"{run}: fewer than two versions are published in {root}; choose the folder with --root")
     totals = sum_up(rows, full_every)
-    print_sizes(run, dtype, rows, totals)
+    what = f"{dtype}, routed experts alone" if experts_only else dtype
+    print_sizes(run, what, rows, totals)
     out.mkdir(parents=True, exist_ok=True)
     document = {
         "run": run,
         "dtype": dtype,
+        "experts_only": experts_only,
         "totals": asdict(totals),
         "steps": [asdict(row) for row in rows],
         "machine": describe_machine(),
     }
     (out / "delta-sizes.json").write_text(json.dumps(document, indent=1) + "\n")
-    sizes_figure(rows, f"{run}, {dtype}").savefig(out / "delta-sizes.png", dpi=150)
+    sizes_figure(rows, f"{run}, {what}").savefig(out / "delta-sizes.png", dpi=150)
     print(f"\n{out / 'delta-sizes.json'}, {out / 'delta-sizes.png'}")
     return 0
 
@@ -118,6 +125,13 @@ def versions(store: Store, run: str, dtype: str) -> Iterator[tuple[int, dict[str
             yield step, packed
         else:
             yield step, as_bf16(weights) if dtype == "bf16" else weights
+
+
+def _experts_of(run: str, weights: Weights) -> dict[str, RawTensor]:
+    experts = {name: raw for name, raw in weights.items() if ".experts." in name}
+    if not experts:
+        raise ValueError(f"--experts-only: {run} has no routed experts")
+    return experts
 
 
 def as_bf16(weights: Weights) -> dict[str, RawTensor]:

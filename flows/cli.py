@@ -404,6 +404,7 @@ def bench_delta(
     dtype: Annotated[
         str, typer.Option(metavar="bf16|mxfp4|stored", help="What engines are sent; mxfp4: routed experts packed.")
     ] = "bf16",
+    experts_only: Annotated[bool, typer.Option("--experts-only", help="Of the routed experts' tensors alone.")] = False,
     full_every: Annotated[int, typer.Option(min=1, help="Steps from one whole version to the next.")] = 25,
     synthetic: Annotated[
         float | None, typer.Option(metavar="GIB", min=0.001, help="Speed on one core instead.")
@@ -418,7 +419,7 @@ def bench_delta(
     if run is not None:
         from flows.bench_delta import measure_run
 
-        return measure_run(root, run, dtype, full_every, out)
+        return measure_run(root, run, dtype, full_every, out, experts_only)
     from flows.bench_delta_speed import measure_speed
 
     assert synthetic is not None

@@ -85,6 +85,11 @@ def test_versions_with_packed_experts_are_measured(
         assert 0 < row["changed_fraction"] < 0.5
         assert row["delta"] < row["full"]
     assert "a changed element is a byte" in capsys.readouterr().out
+    alone = ["bench", "delta", "--run", "routed", "--root", routed, "--dtype", "mxfp4", "--experts-only"]
+    assert main([*alone, "--out", str(out)]) == 0
+    for row in json.loads((out / "delta-sizes.json").read_text())["steps"]:
+        assert row["full"] == pytest.approx((0.5 + 1 / 32) * 64 * 96, rel=0.15)  # and a header
+    assert "routed, mxfp4, routed experts alone: " in capsys.readouterr().out
 
 
 def test_packed_experts_keep_the_bytes_of_the_version_before_where_values_did_not_change() -> None:
@@ -114,6 +119,7 @@ def test_groups_run_over_the_ends_of_rows_that_are_no_multiple_of_32_wide() -> N
         (["--run", "demo", "--synthetic", "1"], "k3 bench delta: Invalid value for --run, --synthetic: give one"),
         (["--run", "nosuch"], "nosuch: fewer than two versions are published in "),
         (["--run", "demo", "--dtype", "mxfp4"], "--dtype mxfp4: the run's weights have no routed experts to pack"),
+        (["--run", "demo", "--experts-only"], "--experts-only: demo has no routed experts"),
         (["--run", "demo", "--dtype", "fp8"], "--dtype fp8: expected one of bf16, mxfp4, stored"),
     ],
 )
