@@ -8,6 +8,7 @@ runs that code on the meta device and holds these numbers against it. Sizes in b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from k3core.model.config import K3Config
 from k3core.plan.inputs import Mesh, Training
@@ -122,6 +123,28 @@ def layer_ledger(at: Local, layer: int) -> Ledger:
     if rows and layer:
         _mix_backward(ledger, at, rows + 1)
     return ledger
+
+
+def prefill_ledger(at: Local, layer: int) -> Ledger:
+    """A layer's only forward pass, for which nothing is kept: what its sublayers hold until they return, one after the
+    other, beside the running sum and the bank."""
+    cfg = at.cfg
+    rows, stream = _rows(cfg, layer), at.T * at.D * A
+    sublayers = [_kda_forward if cfg.is_kda(layer) else _mla_forward]
+    if cfg.is_moe(layer):
+        sublayers.append(_moe_forward)
+    else:
+        sublayers.append(partial(_mlp_forward, name="dense MLP", width=at.dense_width))
+    ledgers = []
+    for sublayer in sublayers:
+        ledger = Ledger()
+        ledger.hold("running sum and bank", (rows + 1) * stream)
+        if rows:
+            _mix_forward(ledger, at, "read")
+        _norm_forward(ledger, at, "normed input")
+        sublayer(ledger, at)
+        ledgers.append(ledger)
+    return max(ledgers, key=lambda ledger: ledger.peak)
 
 
 def head_ledger(at: Local) -> Ledger:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from k3core.model.config import K3Config
-from k3core.plan.activations import Local, head_ledger, kept_bytes, layer_ledger, local_part
+from k3core.plan.activations import Local, head_ledger, kept_bytes, layer_ledger, local_part, prefill_ledger
 from k3core.plan.calibration import calibration
 from k3core.plan.inputs import Machine, Mesh, Training, problems
 from k3core.plan.states import Trained, Weights, num_factors, rollout_bytes, trained, weights
@@ -23,6 +23,7 @@ GRADIENTS, MOMENTS, GATHERED = "gradients", "AdamW moments", "gathered layers"
 WHOLE = "gradients of a layer"
 INPUTS, ROUTES, RECOMPUTED, HEAD = "layer inputs", "routes", "layer being recomputed", "log-probability head"
 STEP, CACHE, STATE = "AdamW's step", "MLA cache", "KDA states and windows"
+PREFILL = "a prefill's own tensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def plan(cfg: K3Config, machine: Machine, mesh: Mesh, training: Training) -> Pla
         note = f"{training.rollout_sequences} sequences over all GPUs, {training.context:,} tokens each"
         rows = _row(cfg, CACHE, cache, _data(mesh), note), _row(cfg, STATE, state, _data(mesh, "tp"), "fp32 and bf16")
         lasting = [row for row in always if row.name != GRADIENTS]
-        phases.append(Phase("rollout", (*lasting, *gathered, *rows)))
+        phases.append(Phase("rollout", (*lasting, *gathered, *rows, _prefill(cfg, mesh, at))))
     traffic = flows_of(cfg, machine, mesh, at, held, moved)
     return Plan(cfg, machine, mesh, training, tuple(phases), largest, traffic, (*notes, *_notes(mesh, training)))
 
@@ -207,6 +208,13 @@ def _update(
         _row(cfg, RECOMPUTED, ledger.peak, _axes(mesh, "cp", "tp"), f"layer {layer + 1}: {kind}"),
     )
     return rows, tuple(sorted(ledger.at_peak.items(), key=lambda each: -each[1]))
+
+
+def _prefill(cfg: K3Config, mesh: Mesh, at: Local) -> Row:
+    """Of the layer that needs most, for as many tokens in a pass as training has."""
+    peaks = [prefill_ledger(at, layer).peak for layer in range(cfg.num_hidden_layers)]
+    largest = peaks.index(max(peaks))
+    return _row(cfg, PREFILL, max(peaks), _axes(mesh, "cp", "tp"), f"layer {largest + 1}, {at.T:,} tokens in a pass")
 
 
 def _calibrated(cfg: K3Config, name: str, num_bytes: float) -> float:

@@ -203,7 +203,14 @@ def serve(
     active_N = torch.ones(1, dtype=torch.bool, device=device)
     with meter.measure() as found:
         prefill(num_tokens)
-    rows.append(Row(f"prefill, {num_tokens:,} tokens", num_tokens, **found, plan_gib=served_gib(cfg, num_tokens, 1)))
+    rows.append(
+        Row(
+            f"prefill, {num_tokens:,} tokens",
+            num_tokens,
+            **found,
+            plan_gib=served_gib(cfg, num_tokens, 1, prefill=True),
+        )
+    )
     state, _ = prefill(num_tokens - num_decoded)
     with meter.measure() as found:
         decode(state)
@@ -265,13 +272,15 @@ def same_experts_for_all(model: K3Model) -> Iterator[None]:
         bias_E.zero_()
 
 
-def served_gib(cfg: K3Config, num_tokens: int, num_sequences: int) -> float:
-    """Weights, MLA cache (every slot as long as the longest history) and KDA states; without a pass's own tensors."""
+def served_gib(cfg: K3Config, num_tokens: int, num_sequences: int, prefill: bool = False) -> float:
+    """Weights, MLA cache (every slot as long as the longest history), KDA states, and with `prefill` a pass's tensors."""
     made = plan(
         cfg, MACHINES["h200"], Mesh(), Training((num_tokens,), targets=("o_proj",), rollout_sequences=num_sequences)
     )
     (rollout,) = (phase for phase in made.phases if phase.name == "rollout")
-    rows = ("weights", "MLA cache", "KDA states and windows")
+    rows = ["weights", "MLA cache", "KDA states and windows"]
+    if prefill:
+        rows.append("a prefill's own tensors")
     return sum(row.num_bytes for row in rollout.rows if row.name in rows) / GIB
 
 

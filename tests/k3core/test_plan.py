@@ -39,7 +39,7 @@ from k3core.plan import (
     present_targets,
 )
 from k3core.plan import step as step_module
-from k3core.plan.activations import head_ledger, kept_bytes, layer_ledger, local_part
+from k3core.plan.activations import head_ledger, kept_bytes, layer_ledger, local_part, prefill_ledger
 from k3core.plan.calibration import Calibration
 from k3core.plan.ledger import Ledger
 from k3core.plan.states import num_factors, weights
@@ -203,6 +203,22 @@ def test_a_layers_peak_is_that_of_the_code(
 
 
 @pytest.mark.usefixtures("without_data")
+@pytest.mark.parametrize("base", [LINEAR, K3])
+@pytest.mark.parametrize("kind", ["KDA, MoE", "KDA, dense", "MLA, MoE"])
+def test_a_prefills_peak_is_near_that_of_the_code(base: K3Config, kind: str) -> None:
+    """A forward pass that keeps nothing."""
+    cfg = three_layers(base, kind)
+    model = build_model(cfg, torch.bfloat16, "meta")
+    tokens_T = torch.empty(2048, dtype=torch.long, device="meta")
+    storages = Storages(iter([*model.parameters(), *model.buffers()]))
+    with torch.no_grad(), storages:
+        model(tokens_T, Packing((2048,), "meta"))
+    at = local_part(cfg, Mesh(), Training((2048,), targets=("o_proj",)))
+    peaks = [prefill_ledger(at, layer).peak for layer in range(cfg.num_hidden_layers)]
+    assert max(peaks) == pytest.approx(storages.peak, rel=0.2)
+
+
+@pytest.mark.usefixtures("without_data")
 def test_the_heads_peak_is_no_less_than_that_of_the_code() -> None:
     """On a GPU 16-bit operands are multiplied as they are; here a block of the head is converted as well."""
     cfg = replace(three_layers(LINEAR, "MLA, dense"), vocab_size=163_840)
@@ -306,6 +322,9 @@ def test_rollouts_hold_a_cache_of_every_token_and_a_state_of_every_sequence() ->
     assert rows["MLA cache"] == 3 * 4096 * 24 * 576 * 2  # 40 over 16: three on the fullest
     assert rows["KDA states and windows"] == 3 * 69 * (96 * 128 * 128 * 4 + 3 * 3 * 96 * 128 * 2)
     assert "gradients" not in rows
+    longer = plan(K3, H200, Mesh(fsdp=16, ep=16), Training((8192,), rollout_sequences=40))
+    twice = {row.name: row.num_bytes for row in longer.phases[3].rows}
+    assert twice["a prefill's own tensors"] == pytest.approx(2 * rows["a prefill's own tensors"], rel=0.01)
 
 
 def test_one_gpu_sends_nothing() -> None:
