@@ -179,13 +179,17 @@ class K3Engine:
                 if not (took or decoded):
                     return
                 await asyncio.sleep(0)  # finished turns wake their episodes, which may ask again before the next pass
-        except Exception as fault:
-            self._fail(fault)
-        except BaseException:
+        except asyncio.CancelledError:
             self._fail(RuntimeError("the engine's loop was stopped"))
             raise
+        except BaseException as fault:
+            # What a signal's handler raises while the model runs, too: nobody awaits this task, so raised here it would
+            # be lost, and the run that was told to stop would try the rollout again.
+            self._fail(fault)
+            if isinstance(fault, KeyboardInterrupt | SystemExit):  # these end the event loop
+                raise
 
-    def _fail(self, fault: Exception) -> None:
+    def _fail(self, fault: BaseException) -> None:
         """Give the fault to every turn and forget their sequences, whose states may stand between two positions."""
         turns = [*self._waiting.values(), *self._running.values()]
         self._waiting.clear()

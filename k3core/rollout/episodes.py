@@ -61,7 +61,9 @@ async def rollout(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run(spec)) for spec in specs]
     except BaseExceptionGroup as faults:
-        raise faults.exceptions[0] from None  # the engine gives every episode the same fault
+        # The engine gives every episode the same fault; what ends the process comes before what ends the rollout.
+        ending = [fault for fault in faults.exceptions if not isinstance(fault, Exception)]
+        raise (ending or faults.exceptions)[0] from None
     return [task.result() for task in tasks]
 
 

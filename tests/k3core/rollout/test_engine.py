@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
+import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -366,6 +369,36 @@ def test_a_fault_reaches_every_turn_and_the_engine_works_afterwards(make_engine:
     for seed in range(ROWS + 4):
         engine.release(f"s{seed}")
     assert_same(asyncio.run(play(engine, 2)), asyncio.run(play(make_engine(stop_token=-1), 2)))
+
+
+class Terminated(BaseException):
+    """As Prefect's own: no Exception, raised by a signal's handler wherever the main thread is."""
+
+
+def test_a_signal_that_comes_while_the_model_runs_ends_the_turns_with_what_its_handler_raised(
+    make_engine: MakeEngine,
+) -> None:
+    """In the engine's own task nobody waits for it: the run would go on, and never hear of it."""
+
+    def terminate(*_: object) -> None:
+        raise Terminated
+
+    engine = make_engine(stop_token=-1)
+    before = signal.signal(signal.SIGTERM, terminate)
+    passes = itertools.count()
+
+    def send(*_: object) -> None:
+        if next(passes) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    handle = engine.model.get_submodule("layers.2.input_layernorm").register_forward_hook(send)
+    try:
+        results = asyncio.run(gather(*[play(engine, seed) for seed in range(3)]))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        handle.remove()
+    assert [type(result) for result in results] == [Terminated] * 3
+    assert not engine._sequences
 
 
 def test_a_fault_forgets_its_sequences_whose_states_may_be_torn(make_engine: MakeEngine) -> None:

@@ -326,6 +326,28 @@ def test_a_rollout_of_the_real_engine_covers_every_token(
     engine.load(3, engine.served_tensors())  # every sequence was released
 
 
+class Terminated(BaseException):
+    """What ends the process, as a signal's handler raises it."""
+
+
+def test_what_ends_the_process_comes_out_of_a_rollout_before_any_fault(tokenizer: Tokenizer) -> None:
+    """The turns of an engine end with it; an episode beside them may have had a fault of its own."""
+
+    class Ending(ScriptedEngine):
+        async def generate(self, request: GenerateRequest) -> Generation:
+            if request.seed == 0:
+                raise RuntimeError("a fault")
+            raise Terminated
+
+    prompts = [generate(0, n, "train") for n in range(3)]
+    specs = [EpisodeSpec(prompt, 0, n) for n, prompt in enumerate(prompts)]
+    engine = Ending({f"{prompt.id}#0": [] for prompt in prompts}, tokenizer.end_of_msg)
+    with pytest.raises(Terminated):
+        asyncio.run(
+            rollout(engine, ContractsEnvironment(LIMITS), tokenizer, specs, SamplingParams(), LIMITS, max_running=3)
+        )
+
+
 # Many of them
 
 
