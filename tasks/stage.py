@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from prefect import State, Task
 from prefect.cache_policies import INPUTS, TASK_SOURCE
 from prefect.client.schemas.objects import TaskRun
+from prefect.exceptions import ExternalSignal
 from prefect.settings import get_current_settings
 
 from infra.console import say
@@ -38,12 +39,22 @@ def worth_retrying(task: Task[..., Any], run: TaskRun, state: State[Any]) -> boo
     """Not what would fail the same way again: a setting, a broken file, a diagnosis. Says what is tried again."""
     del run
     error = state.result(raise_on_failure=False)
-    if is_stopping():
+    if is_stopping() or _was_told_to_stop(error):
         return False
     if isinstance(error, (ValueError, IntegrityError, RunError)) and not isinstance(error, ChildFailed):
         return False
     say(f"{task.name}: {type(error).__name__}: {error}; trying again")
     return True
+
+
+def _was_told_to_stop(error: object) -> bool:
+    """Whether it came of what a signal's handler raised, in the middle of an operation that then failed in its own way:
+    tried again, the run would go on as if nobody had asked it to end."""
+    while isinstance(error, BaseException):
+        if isinstance(error, ExternalSignal | KeyboardInterrupt | SystemExit):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def discard_torn_results(still_writing_s: float = 1.0) -> list[Path]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+from prefect.exceptions import TerminationSignal
 
 import infra.launch
 from flows.rl import rl_training
@@ -20,6 +23,7 @@ from infra.config import load
 from infra.resident.stages import STAGES
 from infra.store import Store
 from k3core.types import Ref
+from tasks.stage import worth_retrying
 
 
 def test_stages_that_had_succeeded_are_cached_and_their_effects_not_repeated(
@@ -81,3 +85,26 @@ def test_stages_that_had_succeeded_are_cached_and_their_effects_not_repeated(
         runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=["retried"])))
         second = max(runs, key=lambda run: run.start_time or run.created)
         assert second.state_name == "Completed"
+
+
+def worth_another_try(error: BaseException) -> bool:
+    state: Any = SimpleNamespace(result=lambda **_: error)
+    return worth_retrying(SimpleNamespace(name="rollout"), None, state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("signalled", [TerminationSignal(signal=15), KeyboardInterrupt()])
+def test_what_fails_because_the_process_was_told_to_stop_is_not_tried_again(signalled: BaseException) -> None:
+    """Raised in the middle of an operation, whose own cleaning up then failed: the run would outlive its SIGTERM."""
+    with pytest.raises(OSError, match="Bad file") as caught:
+        try:
+            raise signalled
+        finally:
+            raise OSError(9, "Bad file descriptor")
+    assert not worth_another_try(caught.value)
+    assert worth_another_try(OSError(9, "Bad file descriptor"))
+
+
+def test_a_time_out_is_tried_again_though_it_comes_of_a_cancellation() -> None:
+    late = TimeoutError("3600 s")
+    late.__cause__ = asyncio.CancelledError()
+    assert worth_another_try(late)
