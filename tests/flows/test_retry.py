@@ -95,11 +95,15 @@ def worth_another_try(error: BaseException) -> bool:
 @pytest.mark.parametrize("signalled", [TerminationSignal(signal=15), KeyboardInterrupt()])
 def test_what_fails_because_the_process_was_told_to_stop_is_not_tried_again(signalled: BaseException) -> None:
     """Raised in the middle of an operation, whose own cleaning up then failed: the run would outlive its SIGTERM."""
-    with pytest.raises(OSError, match="Bad file") as caught:
+
+    def interrupted() -> None:
         try:
             raise signalled
         finally:
             raise OSError(9, "Bad file descriptor")
+
+    with pytest.raises(OSError, match="Bad file") as caught:
+        interrupted()
     assert not worth_another_try(caught.value)
     assert worth_another_try(OSError(9, "Bad file descriptor"))
 
