@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 import torch
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
+from flows.byte_bar import byte_bar
 from flows.tables import print_table
 from infra.doctor import size
-from infra.export import Exported, Form, OnBytes, Wish, export_version
+from infra.export import Exported, Form, Wish, export_version
 from infra.store import Store
-from k3core.checkpoint.hf_write import ExpertForm
+from k3core.checkpoint.hf import ExpertForm
 
 WEIGHTS = ".safetensors"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -40,7 +38,7 @@ def as_wish(
 
 
 def run_export(root: str, wish: Wish, out: Path) -> int:
-    with _bar() as on_bytes:
+    with byte_bar("write", before="rebuild") as on_bytes:
         done = export_version(Store(root), wish, out, on_bytes)
     print_table(_table(done.files))
     for line in (_summary(done), *done.notes, *_commands(done)):
@@ -91,15 +89,3 @@ def _commands(done: Exported) -> list[str]:
     if done.base is None:
         loads = [f"its base is {run}@0: k3 export {run}@0 BASE", *loads]
     return loads
-
-
-@contextmanager
-def _bar() -> Iterator[OnBytes]:
-    """On stderr; nothing where that is no terminal."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(bar_width=30), DownloadColumn(binary_units=True)
-    with Progress(
-        *columns, TransferSpeedColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("rebuild", total=None)
-        yield lambda done, of: bar.update(task, description="write", completed=done, total=of)

@@ -1,4 +1,4 @@
-"""`k3 model info | check | init`, for the command line."""
+"""`k3 model info | check | init | merge`, for the command line."""
 
 # Imports of the project stand inside, as in flows/cli.py, which adds these commands.
 
@@ -47,3 +47,18 @@ def init(
     from flows.model_check import write_random
 
     return write_random(source, out, seed, packed)
+
+
+@model.command()
+def merge(
+    base: Annotated[Path, typer.Argument(metavar="BASE", help="A checkpoint's folder.")],
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A PEFT folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist or be empty.")],
+    experts: Annotated[
+        str, typer.Option(metavar="bf16|mxfp4", help="Form of the routed experts, where the base's are packed.")
+    ] = "bf16",
+) -> int:
+    """Add a PEFT adapter to a checkpoint, W + scale B A, rounded once. Says how much was merged and what rounding took."""
+    from flows.model_merge import merge_folders
+
+    return merge_folders(base, adapter, out, experts)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
+from flows.byte_bar import byte_bar
 from flows.model_source import find_model
 from flows.quantities import amount, size
 from k3core.checkpoint.hf import Checkpoint, open_checkpoint, save_checkpoint
@@ -54,7 +50,7 @@ def write_random(source: str, out: Path, seed: int, packed: bool) -> int:
     needed, free = sum(stored_bytes(cfg).values()), shutil.disk_usage(_existing(out)).free
     if needed > free:
         raise ValueError(f"{source}: its weights take {size(needed)}, and the disk of {out} has {size(free)} left")
-    with _bar("write") as on_bytes:
+    with byte_bar("write") as on_bytes:
         written = save_checkpoint(
             out,
             cfg,
@@ -73,7 +69,7 @@ def _existing(path: Path) -> Path:
 def _print_digests(found: Checkpoint) -> None:
     paths = [found.folder / file for file in sorted(found.headers)]
     total, done = sum(path.stat().st_size for path in paths), 0
-    with _bar("read") as on_bytes:
+    with byte_bar("read") as on_bytes:
         for path in paths:
             sha256 = hashlib.sha256()
             with path.open("rb") as file:
@@ -82,12 +78,3 @@ def _print_digests(found: Checkpoint) -> None:
                     done += len(chunk)
                     on_bytes(done, total)
             print(f"{sha256.hexdigest()}  {path.name}", flush=True)
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    console = Console(stderr=True)
-    columns = TextColumn(what), BarColumn(bar_width=30), DownloadColumn(binary_units=True), TransferSpeedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, of: progress.update(task, completed=done, total=of)

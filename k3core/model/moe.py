@@ -94,13 +94,6 @@ class Experts(nn.Module):
         A, B = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
         return None if A is None or B is None else LoraPair(A, B, self._lora_scales[name])
 
-    def effective(self, name: str) -> Tensor:
-        """W + scale B A of all experts, stacked. For merging: the forward pass never makes it."""
-        pair = self.lora(name)
-        wide = torch.float32 if pair is None else pair.A_ErI.dtype
-        weight = torch.stack([self.expert(name, e, wide) for e in range(self.shape(name)[0])])
-        return weight if pair is None else weight + pair.scale * (pair.B_EOr @ pair.A_ErI)
-
 
 class LatentMoE(nn.Module):
     def __init__(self, cfg: K3Config) -> None:

@@ -114,11 +114,6 @@ def stored_bytes(cfg: K3Config, dtype: torch.dtype = torch.bfloat16) -> dict[str
     return _sums(tensor_sizes(cfg, dtype), lambda size: size.stored_as)
 
 
-def layer_bytes(cfg: K3Config) -> dict[int | None, int]:
-    """Bytes in a checkpoint by layer; None: what stands outside the layers."""
-    return _sums(tensor_sizes(cfg), lambda size: size.layer)
-
-
 def num_tensors(cfg: K3Config) -> int:
     """In a checkpoint."""
     return sum(size.count for size in tensor_sizes(cfg))

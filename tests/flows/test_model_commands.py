@@ -1,20 +1,25 @@
-"""`k3 model info | check | init` and `k3 plan`, as a person calls them."""
+"""`k3 model info | check | init | merge` and `k3 plan`, as a person calls them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flows import model_check
 from flows.cli import main
 from flows.quantities import amount, count, duration, size
-from k3core.checkpoint.hf import load_model
-from k3core.model.config import K3Config
+from k3core.checkpoint.adapter import adapter_of, save_adapter
+from k3core.checkpoint.hf import iter_tensors, load_model, open_checkpoint, save_checkpoint
+from k3core.model.config import MXFP4, K3Config
 from k3core.model.hf_config import to_hf
+from k3core.model.lora import LoraConfig, attach_lora
+from k3core.model.random_weights import random_tensors
 from k3core.model.sizes import num_parameters
 
 PACKABLE = K3Config(
@@ -250,3 +255,48 @@ def test_quantities_have_three_digits() -> None:
     assert [amount(n) for n in (999, 1000, 99_960, 2_779_484_476_000)] == ["999", "1.00 K", "100 K", "2.78 T"]
     assert [count(n) for n in (595_740, 3_484_459_904, 2_779_484_476_000)] == ["595,740", "3.5e9", "2.779e12"]
     assert [duration(s) for s in (4.2566, 0.0438, 2e-5)] == ["4.26 s", "43.8 ms", "20 us"]
+
+
+@pytest.mark.parametrize(("packed", "experts"), [(False, "bf16"), (True, "bf16"), (True, "mxfp4")])
+def test_a_peft_folder_is_merged_into_a_checkpoint(
+    packed: bool, experts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, folder, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "out"
+    cfg = replace(PACKABLE, expert_quantization=MXFP4 if packed else None)
+    save_checkpoint(base, cfg, random_tensors(PACKABLE, 1), experts="mxfp4" if packed else "keep")
+    model, lora = load_model(base, torch.float32), LoraConfig(2, 4.0, ("o_proj", "w2"))
+    attach_lora(model, lora, torch.Generator().manual_seed(0))
+    for name, p in model.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(2))
+    adapter = adapter_of(model, lora)
+    save_adapter(folder, cfg, adapter)
+    said = run(capsys, "model", "merge", str(base), str(folder), str(out), "--experts", experts)
+    num = len(adapter.tensors) // 2
+    assert f"merged {num} of " in said
+    before, after = (dict(iter_tensors(open_checkpoint(path))) for path in (base, out))
+    for name in (name.removesuffix(".lora_A") for name in adapter.tensors if name.endswith(".lora_A")):
+        A, B = adapter.tensors[f"{name}.lora_A"], adapter.tensors[f"{name}.lora_B"]
+        if f"{name}.weight" in before:
+            assert torch.equal(after[f"{name}.weight"], (before[f"{name}.weight"].float() + 2 * (B @ A)).bfloat16())
+    assert (f"layers.1.block_sparse_moe.experts.0.w2.weight{'_packed' if experts == 'mxfp4' else ''}") in after
+    untouched = "layers.1.block_sparse_moe.gate.weight"
+    assert torch.equal(after[untouched], before[untouched])
+    assert main(["model", "merge", str(base), str(folder), str(out)]) == 2, "a folder that holds something is kept"
+
+
+def test_what_cannot_be_merged_is_one_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    save_checkpoint(base, PACKABLE, random_tensors(PACKABLE, 1))
+    for arguments in (
+        (str(base), str(tmp_path / "none"), str(out)),
+        (str(tmp_path / "none"), str(base), str(out)),
+        (str(base), str(base), str(out), "--experts", "mxfp4"),
+        (str(base), str(base), str(out), "--experts", "int8"),
+    ):
+        assert main(["model", "merge", *arguments]) == 2
+        captured = capsys.readouterr()
+        assert len((captured.out + captured.err).strip().splitlines()) == 1
+        assert not out.exists()

@@ -220,6 +220,8 @@ def judged_with_cache(judge: Judge, rows: Sequence[Tensor], cuts: Sequence[int])
 
 
 def assert_equal_logits(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    apart = max(float((a.double() - b.double()).abs().max()) for a, b in zip(got, want, strict=True))
+    print(f"largest difference of logits: {apart:.1e}")  # shown by pytest -s
     for n, (a, b) in enumerate(zip(got, want, strict=True)):
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=FP32_ATOL, msg=of_sequence(n))
 
@@ -290,6 +292,7 @@ def difference(got: Sequence[Tensor], want: Sequence[Tensor]) -> tuple[float, fl
 
 def assert_within(measured: tuple[float, float], num_layers: int, num_models: int) -> None:
     """Independent roundings of two bf16 models add in squares."""
+    print(f"bf16: rms {measured[0]:.4f}, largest {measured[1]:.3f} of the logits' standard deviation")  # pytest -s
     rms, largest = measured
     bound = BF16_RMS_PER_LAYER * (num_layers * num_models) ** 0.5
     assert rms < bound
