@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from k3core.model.config import K3Config
 from k3core.model.layers import Linear
 from k3core.model.state import SlotState
 from k3kernels.dtypes import wider
-from k3kernels.kda import kda_chunked, kda_gate, kda_step, l2_norm
+from k3kernels.kda import CHUNK, kda_aligned, kda_aligned_from, kda_aligned_step, kda_chunked, kda_gate, l2_norm
 from k3kernels.packing import Packing
 from k3kernels.rms_norm import gated_rms_norm
 from k3kernels.short_conv import short_conv
-
-CHUNK = 16
+from k3kernels.two_forms import forward_and_gradient
 
 
 class Conv1d(nn.Module):
@@ -35,8 +37,8 @@ class OutputNorm(nn.Module):
 
 class KimiDeltaAttention(nn.Module):
     """The recurrence and its state are in the next wider type than the activations (float32 for bf16, as in the release;
-    float64 for float32): chunks and single tokens then round to the same activations, where in one type they drift apart
-    with length.
+    float64 for float32). Chunks lie at fixed positions of a sequence, so that training, prefill in any pieces and decoding
+    give a token the same bits (k3kernels.kda.aligned).
     """
 
     def __init__(self, cfg: K3Config, layer: int) -> None:
@@ -58,65 +60,94 @@ class KimiDeltaAttention(nn.Module):
         self.o_proj = Linear(P, D)
 
     def forward(self, x_TD: Tensor, packing: Packing, state: SlotState | None, slots_N: Tensor | None) -> Tensor:
-        """x_TD normed. With a state, each sequence goes on where its slot stands and leaves the slot after its last token."""
-        cfg = self.cfg
-        H, K, J = cfg.kda_num_heads, cfg.kda_head_dim, cfg.short_conv_kernel_size
-        N, T = packing.num_sequences, packing.num_tokens
-        length = -(-packing.max_length // CHUNK) * CHUNK
+        """x_TD normed, its rows those of the packing and perhaps more, which get zeros.
 
-        qkv_TP = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], -1)
-        qkv_NLP = packing.pad(qkv_TP, length)
+        With a state, each sequence goes on where its slot stands and leaves the slot after its last token.
+        """
+        T = packing.num_tokens
+        qkv_TP = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], -1)[:T]
+        g_THK, beta_TH = (gate[:T] for gate in self._gates(x_TD))
         if state is None:
-            window_NJP = qkv_NLP.new_zeros(N, J - 1, qkv_NLP.shape[-1])
-            state_NHKV = qkv_NLP.new_zeros(N, H, K, K, dtype=wider(x_TD.dtype))
+            o_THV = self._from_start(qkv_TP, g_THK, beta_TH, packing)
         else:
-            window_NJP = state.window_NJP[self.layer][slots_N]
-            state_NHKV = state.kda_NHKV[self.layer][slots_N]
-        window_and_qkv = torch.cat([window_NJP, qkv_NLP], 1)
-        q, k, v = short_conv(window_and_qkv, self._conv_weight()).unflatten(-1, (3, H, K)).unbind(2)
-        g_THK, beta_TH = self._gates(x_TD)
-        o_NLHV, last_NHKV = kda_chunked(
-            l2_norm(q),
-            l2_norm(k),
-            v,
+            assert slots_N is not None
+            o_THV = self._from_slots(qkv_TP, g_THK, beta_TH, packing, state, slots_N)
+        return self._output(F.pad(o_THV, (0, 0, 0, 0, 0, len(x_TD) - T)), x_TD)
+
+    def _from_start(self, qkv_TP: Tensor, g_THK: Tensor, beta_TH: Tensor, packing: Packing) -> Tensor:
+        H, K, J = self.cfg.kda_num_heads, self.cfg.kda_head_dim, self.cfg.short_conv_kernel_size
+        N, length = packing.num_sequences, -(-packing.max_length // CHUNK) * CHUNK
+        qkv_NLP = packing.pad(qkv_TP, length)
+        q, k, v = self._convolve(torch.cat([qkv_NLP.new_zeros(N, J - 1, qkv_NLP.shape[-1]), qkv_NLP], 1))
+        state_NHKV = qkv_NLP.new_zeros(N, H, K, K, dtype=wider(qkv_TP.dtype))
+        bound, scale = self.cfg.gate_lower_bound, K**-0.5
+        o_NLHV = forward_and_gradient(
+            partial(kda_aligned, lower_bound=bound, scale=scale),
+            lambda q, k, v, g, beta, S: kda_chunked(q, k, v, g, beta, S, CHUNK, bound, scale)[0],
+            *(q, k, v),
             packing.pad(g_THK, length),  # zeros behind the end: the state stays as it is there
             packing.pad(beta_TH, length),
             state_NHKV,
-            CHUNK,
-            cfg.gate_lower_bound,
-            K**-0.5,
         )
-        if state is not None:
-            assert slots_N is not None
-            state.kda_NHKV[self.layer][slots_N] = last_NHKV
-            rows_NJ = packing.lengths_N.unsqueeze(-1) + torch.arange(J - 1, device=x_TD.device)
-            sequences_N1 = torch.arange(N, device=x_TD.device).unsqueeze(-1)
-            state.window_NJP[self.layer][slots_N] = window_and_qkv[sequences_N1, rows_NJ]
-        return self._output(packing.unpad(o_NLHV.contiguous()), x_TD, T)
+        return packing.unpad(o_NLHV.contiguous())
+
+    def _from_slots(
+        self,
+        qkv_TP: Tensor,
+        g_THK: Tensor,
+        beta_TH: Tensor,
+        packing: Packing,
+        state: SlotState,
+        slots_N: Tensor,
+    ) -> Tensor:
+        """In the chunks in which the slots stand: the new rows lie behind those that were seen of them."""
+        J, N = self.cfg.short_conv_kernel_size, packing.num_sequences
+        num_seen_N = state.length_N[slots_N] % CHUNK
+        length = -(-(CHUNK - 1 + packing.max_length) // CHUNK) * CHUNK  # the most it can be: a GPU is not waited for
+        index_T = packing.seq_T * length + packing.pos_T + num_seen_N[packing.seq_T]
+
+        def place(x_T: Tensor) -> Tensor:
+            out = x_T.new_zeros(N * length, *x_T.shape[1:])
+            out[index_T] = x_T
+            return out.unflatten(0, (N, length))
+
+        window_and_qkv = torch.cat([state.window_NJP[self.layer][slots_N], packing.pad(qkv_TP, length)], 1)
+        q, k, v = (place(packing.unpad(x)) for x in self._convolve(window_and_qkv))
+        o_NLHV, S_NHKV, rows = kda_aligned_from(
+            *(q, k, v, place(g_THK), place(beta_TH)),
+            state.kda_NHKV[self.layer][slots_N],
+            state.chunk_rows[self.layer].of(slots_N),
+            num_seen_N,
+            packing.lengths_N,
+            self.cfg.gate_lower_bound,
+            self.cfg.kda_head_dim**-0.5,
+        )
+        state.kda_NHKV[self.layer][slots_N] = S_NHKV
+        state.chunk_rows[self.layer].write(slots_N, rows)
+        rows_NJ = packing.lengths_N.unsqueeze(-1) + torch.arange(J - 1, device=qkv_TP.device)
+        sequences_N1 = torch.arange(N, device=qkv_TP.device).unsqueeze(-1)
+        state.window_NJP[self.layer][slots_N] = window_and_qkv[sequences_N1, rows_NJ]
+        return o_NLHV.flatten(0, 1)[index_T]
 
     def decode(self, x_ND: Tensor, state: SlotState, is_active_N: Tensor) -> Tensor:
-        """One token for the first N slots; slots that are not active keep their state and window."""
-        cfg = self.cfg
-        H, K = cfg.kda_num_heads, cfg.kda_head_dim
+        """One token for the first N slots; slots that are not active keep their state, window and seen rows."""
         N = x_ND.shape[0]
         qkv_NP = torch.cat([self.q_proj(x_ND), self.k_proj(x_ND), self.v_proj(x_ND)], -1)
         window = state.window_NJP[self.layer][:N]
         window_and_qkv = torch.cat([window, qkv_NP.unsqueeze(1)], 1)
-        q, k, v = short_conv(window_and_qkv, self._conv_weight()).squeeze(1).unflatten(-1, (3, H, K)).unbind(1)
+        q, k, v = (x.squeeze(1) for x in self._convolve(window_and_qkv))
         g_NHK, beta_NH = self._gates(x_ND)
-        active_N1 = is_active_N.unsqueeze(-1)
-        o_NHV, S_NHKV = kda_step(
-            l2_norm(q),
-            l2_norm(k),
-            v,
-            g_NHK * active_N1.unsqueeze(-1),
-            beta_NH * active_N1,
+        o_NHV = kda_aligned_step(
+            *(q, k, v, g_NHK, beta_NH),
             state.kda_NHKV[self.layer][:N],
-            K**-0.5,
+            state.chunk_rows[self.layer].of(slice(N)),
+            state.length_N[:N] % CHUNK,
+            is_active_N,
+            self.cfg.gate_lower_bound,
+            self.cfg.kda_head_dim**-0.5,
         )
-        state.kda_NHKV[self.layer][:N] = S_NHKV
-        state.window_NJP[self.layer][:N] = torch.where(active_N1.unsqueeze(-1), window_and_qkv[:, 1:], window)
-        return self._output(o_NHV, x_ND, N)
+        state.window_NJP[self.layer][:N] = torch.where(is_active_N[:, None, None], window_and_qkv[:, 1:], window)
+        return self._output(o_NHV, x_ND)
 
     @torch.no_grad()
     def init_as_copying(self) -> None:
@@ -135,8 +166,12 @@ class KimiDeltaAttention(nn.Module):
         for head, taps in enumerate(self.k_conv1d.weight.unflatten(0, (H, -1))):
             taps[..., -1 - (1 + max(0, head - 1) % (J - 1))] += 1
 
-    def _conv_weight(self) -> Tensor:
-        return torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
+    def _convolve(self, window_and_qkv_NLP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k, normalised, and v [N, L, H, K] from the inputs of L tokens and the J - 1 before them."""
+        H, K = self.cfg.kda_num_heads, self.cfg.kda_head_dim
+        taps_PJ = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
+        q, k, v = short_conv(window_and_qkv_NLP, taps_PJ).unflatten(-1, (3, H, K)).unbind(2)
+        return l2_norm(q), l2_norm(k), v
 
     def _gates(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Log decay and write strength, in at least fp32."""
@@ -145,7 +180,7 @@ class KimiDeltaAttention(nn.Module):
         g_THK = kda_gate(f_THK, self.A_log, self.dt_bias.view(H, K), self.cfg.gate_lower_bound)
         return g_THK, torch.sigmoid(self.b_proj(x_TD).to(g_THK.dtype))
 
-    def _output(self, o_THV: Tensor, x_TD: Tensor, T: int) -> Tensor:
+    def _output(self, o_THV: Tensor, x_TD: Tensor) -> Tensor:
         gate_TP = self.g_proj(x_TD) if self.cfg.use_full_rank_gate else self.g_b_proj(self.g_a_proj(x_TD))
         y_THV = gated_rms_norm(o_THV, gate_TP.view(o_THV.shape), self.o_norm.weight, self.cfg.rms_norm_eps)
-        return self.o_proj(y_THV.reshape(T, -1))
+        return self.o_proj(y_THV.flatten(1))

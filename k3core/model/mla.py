@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from k3core.model.config import K3Config
 from k3core.model.layers import Linear, RMSNorm
 from k3core.model.state import SlotState
-from k3kernels.mla import mla_absorbed, mla_attention, mla_attention_from_start
+from k3kernels.mla import KEYS, absorb_queries, attend_latent, mla_attention_from_start, unabsorb
 from k3kernels.packing import Packing
+from k3kernels.two_forms import forward_and_gradient
+
+QUERY_BLOCK = 64  # queries whose scores exist at a time; a multiple of KEYS
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -32,60 +39,95 @@ class MultiHeadLatentAttention(nn.Module):
         self.o_proj = Linear(H * cfg.v_head_dim, D)
 
     def forward(self, x_TD: Tensor, packing: Packing, state: SlotState | None, slots_N: Tensor | None) -> Tensor:
-        """x_TD normed. With a state, queries also see the slot's history, and the new latent rows are appended to it."""
+        """x_TD normed, its rows those of the packing and perhaps more, which get zeros.
+
+        With a state, queries also see the slot's history, and the new latent rows are appended to it.
+        """
         q_THX = self._queries(x_TD).unflatten(-1, (self.cfg.num_attention_heads, self.qk_head_dim))
         latent_TC = self._latent(x_TD)
-        if state is not None:
-            assert slots_N is not None
-            o_THV = self._attend_histories(q_THX, latent_TC, packing, state, slots_N)
+        if state is None:
+            o_THV = forward_and_gradient(
+                partial(self._from_start, packing=packing),
+                partial(self._expanded, packing=packing),
+                *(q_THX, latent_TC, self.kv_b_proj.effective_weight()),
+            )
         else:
-            length = packing.max_length
-            k_NHSX, v_NHSV = self._keys_and_values(packing.pad(latent_TC, length))
-            q_NHQX = packing.pad(q_THX, length).transpose(1, 2)
-            o_NHQV = mla_attention_from_start(q_NHQX, k_NHSX, v_NHSV, self.qk_head_dim**-0.5)
-            o_THV = packing.unpad(o_NHQV.transpose(1, 2))
+            assert slots_N is not None
+            attend = partial(self._attend_slots, latent_TC=latent_TC, packing=packing, state=state, slots_N=slots_N)
+            o_THV = self._absorbed(q_THX, self.kv_b_proj.effective_weight(), attend)
         return self._output(o_THV.flatten(1), x_TD)
 
-    def _attend_histories(
-        self, q_THX: Tensor, latent_TC: Tensor, packing: Packing, state: SlotState, slots_N: Tensor
+    def _absorbed(self, q_THX: Tensor, kv_b: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        nope = self.cfg.qk_nope_head_dim
+        kv_b_HYR = kv_b.unflatten(0, (self.cfg.num_attention_heads, -1))
+        read_THR = attend(absorb_queries(q_THX, kv_b_HYR[:, :nope], nope))
+        return unabsorb(read_THR, kv_b_HYR[:, nope:], q_THX.dtype)
+
+    def _from_start(self, q_THX: Tensor, latent_TC: Tensor, kv_b: Tensor, packing: Packing) -> Tensor:
+        return self._absorbed(q_THX, kv_b, partial(self._attend_packed, latent_TC=latent_TC, packing=packing))
+
+    def _attend_packed(self, q_THC: Tensor, latent_TC: Tensor, packing: Packing) -> Tensor:
+        """Whole sequences, a block of queries at a time over the keys up to its end."""
+        T, length = packing.num_tokens, -(-packing.max_length // KEYS) * KEYS
+        latent_NSC, q_NQHC = packing.pad(latent_TC[:T], length), packing.pad(q_THC[:T], length)
+        pos_NQ = torch.arange(length, device=q_THC.device).expand(packing.num_sequences, -1)
+        blocks = []
+        for start in range(0, length, QUERY_BLOCK):
+            block = slice(start, min(start + QUERY_BLOCK, length))
+            blocks.append(self._attend(q_NQHC[:, block], latent_NSC[:, : block.stop], pos_NQ[:, block]))
+        return F.pad(packing.unpad(torch.cat(blocks, 1)), (0, 0, 0, 0, 0, len(q_THC) - T))
+
+    def _attend_slots(
+        self, q_THC: Tensor, latent_TC: Tensor, packing: Packing, state: SlotState, slots_N: Tensor
     ) -> Tensor:
-        """Sequence by sequence: what one sums over has its own length, so its rounding does not depend on neighbours."""
-        outputs = []
-        places = zip(slots_N.tolist(), state.length_N[slots_N].tolist(), strict=True)
-        pieces = zip(q_THX.split(packing.lengths), latent_TC.split(packing.lengths), strict=True)
-        for (slot, start), (q_QHX, latent_QC) in zip(places, pieces, strict=True):
-            end = start + len(q_QHX)
+        """Sequence by sequence, each over its slot's history and its own new rows."""
+        read_THR = q_THC.new_zeros(*q_THC.shape[:2], self.cfg.kv_lora_rank)
+        places = zip(slots_N.tolist(), state.length_N[slots_N].tolist(), packing.lengths, strict=True)
+        first = 0
+        for slot, start, num_new in places:
+            end = start + num_new
             assert end <= state.max_length, (slot, end)
             cache_SC = state.cache_NSC[self.layer][slot]
-            cache_SC[start:end] = latent_QC
-            k_NHSX, v_NHSV = self._keys_and_values(cache_SC[None, :end])
-            pos_NQ = torch.arange(start, end, device=q_THX.device).unsqueeze(0)
-            o_NHQV = mla_attention(q_QHX.transpose(0, 1)[None], k_NHSX, v_NHSV, pos_NQ, self.qk_head_dim**-0.5)
-            outputs.append(o_NHQV[0].transpose(0, 1))
-        return torch.cat(outputs)
+            cache_SC[start:end] = latent_TC[first : first + num_new]
+            for a in range(start, end, QUERY_BLOCK):
+                b = min(a + QUERY_BLOCK, end)
+                tokens = slice(first + a - start, first + b - start)
+                pos_NQ = torch.arange(a, b, device=q_THC.device).unsqueeze(0)
+                keys = cache_SC[None, : -(-b // KEYS) * KEYS]
+                read_THR[tokens] = self._attend(q_THC[None, tokens], keys, pos_NQ)[0]
+            first += num_new
+        return read_THR
+
+    def _attend(self, q_NQHC: Tensor, latent_NSC: Tensor, pos_NQ: Tensor) -> Tensor:
+        return attend_latent(q_NQHC, latent_NSC, pos_NQ, self.cfg.kv_lora_rank, self.qk_head_dim**-0.5)
+
+    def _expanded(self, q_THX: Tensor, latent_TC: Tensor, kv_b: Tensor, packing: Packing) -> Tensor:
+        """The same attention over each head's own keys and values, by torch's fused kernel: it gives the gradient."""
+        T, length, H = packing.num_tokens, packing.max_length, self.cfg.num_attention_heads
+        latent_NSC = packing.pad(latent_TC[:T], length)
+        kv_NSP = F.linear(latent_NSC[..., : self.cfg.kv_lora_rank], kv_b.to(latent_NSC.dtype))
+        k_nope, v_NSHV = kv_NSP.unflatten(-1, (H, -1)).split([self.cfg.qk_nope_head_dim, self.cfg.v_head_dim], -1)
+        k_pe = latent_NSC[..., self.cfg.kv_lora_rank :].unsqueeze(2).expand(-1, -1, H, -1)
+        k_NHSX = torch.cat([k_nope, k_pe], -1).transpose(1, 2)
+        q_NHQX = packing.pad(q_THX[:T], length).transpose(1, 2)
+        o_NHQV = mla_attention_from_start(q_NHQX, k_NHSX, v_NSHV.transpose(1, 2), self.qk_head_dim**-0.5)
+        return F.pad(packing.unpad(o_NHQV.transpose(1, 2)), (0, 0, 0, 0, 0, len(q_THX) - T))
 
     def decode(self, x_ND: Tensor, state: SlotState, is_active_N: Tensor) -> Tensor:
         """One token for the first N slots; slots that are not active keep their rows."""
-        cfg, H, N = self.cfg, self.cfg.num_attention_heads, x_ND.shape[0]
+        H, N = self.cfg.num_attention_heads, x_ND.shape[0]
         pos_N = state.length_N[:N]
         assert int((pos_N * is_active_N).max()) < state.max_length
         cache_NSC = state.cache_NSC[self.layer]
         active = is_active_N.nonzero().squeeze(-1)
         cache_NSC[active, pos_N[active]] = self._latent(x_ND)[active]
-        # Rounded up, so that a sum's whole vectors do not move with the longest neighbour.
-        longest = min(-(-(int((pos_N * is_active_N).max()) + 1) // 32) * 32, state.max_length)
+        longest = -(-(int((pos_N * is_active_N).max()) + 1) // KEYS) * KEYS
         q_NHX = self._queries(x_ND).unflatten(-1, (H, self.qk_head_dim))
-        kv_b = self.kv_b_proj.effective_weight().unflatten(0, (H, -1))
-        o_NHV = mla_absorbed(
-            q_NHX[..., : cfg.qk_nope_head_dim],
-            q_NHX[..., cfg.qk_nope_head_dim :],
-            cache_NSC[:N, :longest],
-            kv_b[:, : cfg.qk_nope_head_dim],
-            kv_b[:, cfg.qk_nope_head_dim :],
-            pos_N,
-            self.qk_head_dim**-0.5,
-        )
-        return self._output(o_NHV.flatten(1), x_ND)
+
+        def attend(q_NHC: Tensor) -> Tensor:
+            return self._attend(q_NHC.unsqueeze(1), cache_NSC[:N, :longest], pos_N.unsqueeze(1)).squeeze(1)
+
+        return self._output(self._absorbed(q_NHX, self.kv_b_proj.effective_weight(), attend).flatten(1), x_ND)
 
     @torch.no_grad()
     def init_as_copying(self) -> None:
@@ -96,13 +138,6 @@ class MultiHeadLatentAttention(nn.Module):
             q_b = self.q_b_proj.weight.unflatten(0, (cfg.num_attention_heads, -1))
             kv_b = self.kv_b_proj.weight.unflatten(0, (cfg.num_attention_heads, -1))
             q_b[:, : cfg.qk_nope_head_dim] = kv_b[:, : cfg.qk_nope_head_dim]
-
-    def _keys_and_values(self, latent_NSC: Tensor) -> tuple[Tensor, Tensor]:
-        cfg, H = self.cfg, self.cfg.num_attention_heads
-        kv_NSHX = self.kv_b_proj(latent_NSC[..., : cfg.kv_lora_rank]).unflatten(-1, (H, -1))
-        k_nope, v_NSHV = kv_NSHX.split([cfg.qk_nope_head_dim, cfg.v_head_dim], -1)
-        k_pe = latent_NSC[..., cfg.kv_lora_rank :].unsqueeze(2).expand(-1, -1, H, -1)
-        return torch.cat([k_nope, k_pe], -1).transpose(1, 2), v_NSHV.transpose(1, 2)
 
     def _queries(self, x_TD: Tensor) -> Tensor:
         if self.cfg.q_lora_rank is None:

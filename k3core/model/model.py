@@ -30,6 +30,9 @@ EMBEDDING_STD = 0.3  # of a model from scratch
 FP4_CODES_RMS = 2.926  # of uniformly drawn E2M1 codes: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, of either sign
 E8M0_BIAS = 127  # a scale byte b stands for 2^(b - 127)
 
+# Tokens are computed in whole multiples of this: BLAS (16 rows) and vector loops (32 floats) round remainders differently.
+ROWS = 32
+
 Attention = KimiDeltaAttention | MultiHeadLatentAttention
 Attend = Callable[[Attention, Tensor], Tensor]
 
@@ -98,13 +101,16 @@ class K3Model(nn.Module):
         activation_checkpointing: each layer keeps its input and its experts, and is computed again in the backward pass.
         """
         assert state is None or not activation_checkpointing, "computed again, a layer would move the slots again"
-        x_TD = self.embed_tokens(tokens_T)
+        x_TD = self.embed_tokens(F.pad(tokens_T, (0, -len(tokens_T) % ROWS)))
         run = run_and_recompute if activation_checkpointing and torch.is_grad_enabled() else run_once
+        if replay_TLk is not None:
+            replay_TLk = F.pad(replay_TLk, (0, 0, 0, 0, 0, len(x_TD) - len(tokens_T)), value=-1)
         forward = self._layers(x_TD, replay_TLk, lambda attn, x: attn(x, packing, state, slots_N), run)
         if state is not None:
             assert slots_N is not None
             state.length_N[slots_N] += packing.lengths_N
-        return forward
+        T = packing.num_tokens
+        return Forward(forward.hidden_TD[:T], forward.routed_experts_TLk[:T])
 
     def decode(self, tokens_N: Tensor, state: SlotState, is_active_N: Tensor) -> Forward:
         """One token for each of the first N slots; slots that are not active stay as they are."""

@@ -7,12 +7,15 @@ from torch import Tensor
 
 from k3core.model.config import K3Config
 from k3kernels.dtypes import wider
+from k3kernels.kda import CHUNK, ChunkRows
+from k3kernels.mla import KEYS
 
 
 class SlotState:
     """Histories of up to `num_slots` sequences of up to `max_length` tokens.
 
-    kda_NHKV[layer] the recurrent state in the next wider type, window_NJP[layer] the last J-1 inputs of the convolution (q|k|v),
+    kda_NHKV[layer] the recurrent state at the start of the chunk in which the slot stands, in the next wider type;
+    chunk_rows[layer] what it has seen of that chunk; window_NJP[layer] the last J-1 inputs of the convolution (q|k|v),
     cache_NSC[layer] one latent row (kv_lora_rank | rope width) per token. length_N counts the tokens that
     all three have seen: there is one position per slot, so they cannot come apart. All lie on `device`, the model's;
     dtype is that of the model's activations.
@@ -29,6 +32,7 @@ class SlotState:
         self.num_slots, self.max_length = num_slots, max_length
         P = cfg.kda_num_heads * cfg.kda_head_dim
         self.kda_NHKV: dict[int, Tensor] = {}
+        self.chunk_rows: dict[int, ChunkRows] = {}
         self.window_NJP: dict[int, Tensor] = {}
         self.cache_NSC: dict[int, Tensor] = {}
         K, J = cfg.kda_head_dim, cfg.short_conv_kernel_size
@@ -37,9 +41,12 @@ class SlotState:
             if cfg.is_kda(layer):
                 shape = (num_slots, cfg.kda_num_heads, K, K)
                 self.kda_NHKV[layer] = torch.zeros(shape, dtype=wider(dtype), device=device)
+                rows = [torch.zeros(num_slots, shape[1], CHUNK, K, dtype=wider(dtype), device=device) for _ in range(4)]
+                self.chunk_rows[layer] = ChunkRows(*rows)
                 self.window_NJP[layer] = torch.zeros(num_slots, J - 1, 3 * P, dtype=dtype, device=device)
             else:
-                self.cache_NSC[layer] = torch.zeros(num_slots, max_length, C, dtype=dtype, device=device)
+                rounded_up = -(-max_length // KEYS) * KEYS
+                self.cache_NSC[layer] = torch.zeros(num_slots, rounded_up, C, dtype=dtype, device=device)
         self.length_N = torch.zeros(num_slots, dtype=torch.long, device=device)
 
     def reset(self, slot: int) -> None:

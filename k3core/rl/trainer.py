@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from k3core.model.config import K3Config
 from k3core.model.lora import LoraConfig, attach_lora
-from k3core.model.model import K3Model, build_model
+from k3core.model.model import ROWS, K3Model, build_model
 from k3core.model.weights import is_adapter_tensor, load_tensors, named_tensors
 from k3core.rl.optim import NamedAdamW, OptimConfig, StepResult
 from k3kernels.packing import Packing
@@ -82,8 +83,10 @@ class Trainer:
             packing = Packing(packing.lengths, device)
         replay_TLk = None if replay_TLk is None else replay_TLk.to(device)
         forward = self.model(tokens_T, packing, replay_TLk, activation_checkpointing=self.activation_checkpointing)
+        M = len(target_M)
+        target_M = F.pad(target_M, (0, -M % ROWS), value=int(target_M[0]))  # as many rows at a time as the engine has
         hidden_MD = forward.hidden_TD.index_select(0, target_M - 1)
-        return self.model.logprobs(hidden_MD, tokens_T[target_M], temperature)
+        return self.model.logprobs(hidden_MD, tokens_T[target_M], temperature)[:M]
 
     def forward_backward(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from k3core.model.config import K3Config
 from k3core.model.lora import LoraConfig, attach_lora
-from k3core.model.model import K3Model
+from k3core.model.model import ROWS, K3Model
 from k3core.model.moe import Router
 from k3core.model.state import SlotState
 from k3kernels.kda import eager as kda_eager
@@ -135,7 +135,7 @@ def test_what_is_kept_of_a_layer_is_its_input_and_its_experts(
 ) -> None:
     """Over the whole model: L inputs [T, D] (bank rows are among them), the experts as int64 twice (each layer's, and
     the model's result), and of the last mix and norm a few [T, D] and [rows, T]."""
-    model, T = random_model(cfg), PACKING.num_tokens
+    model, T = random_model(cfg), -(-PACKING.num_tokens // ROWS) * ROWS
     tokens_T = made_tokens(cfg)
 
     def kept_bytes(recompute: bool) -> int:

@@ -17,7 +17,7 @@ from k3core.model.kda import CHUNK, KimiDeltaAttention
 from k3core.model.layers import MLP, RMSNorm
 from k3core.model.lora import LoraConfig, attach_lora
 from k3core.model.mla import MultiHeadLatentAttention
-from k3core.model.model import DecoderLayer, K3Model, ResidualProj, build_model
+from k3core.model.model import ROWS, DecoderLayer, K3Model, ResidualProj, build_model
 from k3core.model.moe import LatentMoE, Router
 from k3core.model.presets import PRESETS
 from k3kernels.linear_logprob import eager, wide
@@ -175,8 +175,8 @@ def test_bank_row_0_is_the_embedding_and_each_other_row_the_sum_of_a_blocks_subl
         (layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp).register_forward_hook(
             record_output
         )
-    (tokens_T,) = tokens(6)
-    model(tokens_T, Packing((6,)))
+    (tokens_T,) = tokens(ROWS)
+    model(tokens_T, Packing((ROWS,)))
 
     assert [len(rows) for rows in reads] == [2, 2, 2, 2, 3, 3, 3, 3, 4, 4]  # mlp 0, then attn and mlp 1..4, output
     rows = reads[-1]

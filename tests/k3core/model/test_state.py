@@ -84,6 +84,15 @@ def tensors_of(state: SlotState) -> list[Tensor]:
     return [tensor for by_layer in per_layer for tensor in by_layer.values()]
 
 
+def rows_of(state: SlotState) -> list[Tensor]:
+    """What the slots have seen of their chunks: k, G, k e^-G and u of each layer."""
+    return [
+        tensor
+        for rows in state.chunk_rows.values()
+        for tensor in (rows.k_NHCK, rows.G_NHCK, rows.back_NHCK, rows.u_NHCV)
+    ]
+
+
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_prefill_to_any_cut_and_decode_from_there_equal_the_full_forward_pass(
     cfg: K3Config, random_model: RandomModel, tokens_T: Tensor, dtype: torch.dtype, atol: float
@@ -155,7 +164,7 @@ def test_a_reset_slot_starts_clean_and_poisoned_free_slots_harm_nobody(
         return [piece for piece, _ in pieces] + decoded
 
     clean, poisoned = SlotState(cfg, 16, LENGTH), SlotState(cfg, 16, LENGTH)
-    for tensor in tensors_of(poisoned):
+    for tensor in (*tensors_of(poisoned), *rows_of(poisoned)):
         tensor.fill_(float("nan"))
     poisoned.length_N.fill_(7)
     for got, want in zip(run(poisoned), run(clean), strict=True):
@@ -168,15 +177,19 @@ def test_inactive_slots_keep_every_bit_through_a_decode_step(
 ) -> None:
     model = random_model(cfg)
     state = SlotState(cfg, 5, 24)
-    prefill(model, state, [tokens_T[:3], tokens_T[:9], tokens_T[:24], tokens_T[:20]], [0, 1, 2, 3])
+    prefill(model, state, [tokens_T[:3], tokens_T[: CHUNK - 1], tokens_T[:24], tokens_T[:20]], [0, 1, 2, 3])
     before = [tensor.clone() for tensor in (*tensors_of(state), state.length_N)]
+    seen_before = [tensor.clone() for tensor in rows_of(state)]
     with torch.no_grad():
         model.decode(tokens_T[:5], state, torch.tensor([False, True, False, True, False]))
+    for rows, rows_before in zip(rows_of(state), seen_before, strict=True):
+        for slot, num_seen in ((0, 3), (2, 24 - CHUNK)):
+            assert torch.equal(rows[slot, :, :num_seen], rows_before[slot, :, :num_seen])
     for was, now in zip(before, (*tensors_of(state), state.length_N), strict=True):
         for slot in (0, 2, 4):  # 2 is full: not even its last row may be written
             assert torch.equal(was[slot], now[slot])
-        assert not torch.equal(was[1], now[1])
-    assert state.length_N.tolist() == [3, 10, 24, 21, 0]
+        assert not torch.equal(was[1], now[1])  # of KDA because its chunk ends here
+    assert state.length_N.tolist() == [3, CHUNK, 24, 21, 0]
 
 
 def test_a_full_slot_takes_no_further_token(k3: K3Config, random_model: RandomModel, tokens_T: Tensor) -> None:

@@ -1,0 +1,213 @@
+"""KDA in chunks that lie at fixed positions of the sequence: one arithmetic for training, prefill and decoding.
+
+Chunks of C tokens begin at positions 0, C, 2C, ... whoever computes them and however a history was cut into pieces. Row i
+of a chunk is a function of the state at the chunk's start and of the rows up to i, in a fixed order, so a token gets the
+same bits in a trainer's pass over whole sequences, in any piece of a prefill and in decoding. With G the inclusive sum of g
+from the chunk's start:
+
+    pairs_ij = sum_c k_ic e^(G_ic) k_jc e^(-G_jc),  M_ij = beta_i pairs_ij (j < i)
+    u_i = beta_i (v_i - (k_i e^(G_i)) S) - sum_j M_ij u_j
+    o_i = (scale q_i e^(G_i)) S + sum_(j <= i) (the pairs of scale q_i and k_j) u_j
+    S  <- diag(e^(G_last)) S + (k e^(G_last - G))^T u        at a chunk's end only
+
+Between chunk ends the state is read and not written; what has been seen of a chunk is its rows (k, G, u). A BLAS multiplies
+one or two rows by other kernels than more, so a single row travels in a tile of TILE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from k3kernels.kda.reference import is_split
+
+CHUNK = 16
+TILE = 8
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """Of N sequences, what they have seen of the chunk they stand in, in the state's type: k, G, u [N, H, C, K or V], and
+    k e^(-G), which is read where the gate is bounded. Rows from the number of seen ones on are not read."""
+
+    k_NHCK: Tensor
+    G_NHCK: Tensor
+    back_NHCK: Tensor
+    u_NHCV: Tensor
+
+    def of(self, which: Tensor | slice) -> ChunkRows:
+        """Of some of the sequences: views where `which` is a slice."""
+        return ChunkRows(*(x[which] for x in self._all()))
+
+    def write(self, which: Tensor, rows: ChunkRows) -> None:
+        for mine, theirs in zip(self._all(), rows._all(), strict=True):
+            mine[which] = theirs
+
+    def _all(self) -> tuple[Tensor, ...]:
+        return self.k_NHCK, self.G_NHCK, self.back_NHCK, self.u_NHCV
+
+
+def kda_aligned(
+    q_NLHK: Tensor,
+    k_NLHK: Tensor,
+    v_NLHV: Tensor,
+    g_NLHK: Tensor,
+    beta_NLH: Tensor,
+    state_NHKV: Tensor,
+    lower_bound: float | None,
+    scale: float,
+) -> Tensor:
+    """o [N, L, H, V] of sequences that begin at a chunk's start; L is a multiple of C, padded with zeros behind the end."""
+    none_N = torch.zeros(len(q_NLHK), dtype=torch.long, device=q_NLHK.device)
+    inputs = (q_NLHK, k_NLHK, v_NLHV, g_NLHK, beta_NLH, state_NHKV)
+    return kda_aligned_from(*inputs, None, none_N, none_N, lower_bound, scale)[0]
+
+
+def kda_aligned_from(
+    q_NLHK: Tensor,
+    k_NLHK: Tensor,
+    v_NLHV: Tensor,
+    g_NLHK: Tensor,
+    beta_NLH: Tensor,
+    state_NHKV: Tensor,
+    seen: ChunkRows | None,
+    num_seen_N: Tensor,
+    num_new_N: Tensor,
+    lower_bound: float | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, ChunkRows]:
+    """Sequences that go on in mid-chunk: the first num_seen rows of L stand for `seen` and hold zeros.
+
+    Returns o [N, L, H, V] (rows that were seen are undefined), the state at the start of the chunk in which each sequence
+    ends, and what it has seen of that one.
+    """
+    N, L = q_NLHK.shape[:2]
+    C, wide, device = CHUNK, state_NHKV.dtype, q_NLHK.device
+    assert L % C == 0, L
+    num_chunks = L // C
+
+    def to_chunks(x: Tensor) -> Tensor:  # [N, L, H, X] -> [N, H, L/C, C, X]
+        return x.to(wide).unflatten(1, (num_chunks, C)).permute(0, 3, 1, 2, 4).contiguous()
+
+    q, k, v = to_chunks(q_NLHK) * scale, to_chunks(k_NLHK), to_chunks(v_NLHV)
+    g, beta = to_chunks(g_NLHK), to_chunks(beta_NLH.unsqueeze(-1))
+    is_seen = (torch.arange(C, device=device) < num_seen_N.unsqueeze(-1))[:, None, :, None]
+    if seen is not None:
+        k[:, :, 0] = torch.where(is_seen, seen.k_NHCK, k[:, :, 0])
+        # The sum goes on from the last seen row, as if that row's g were the whole sum so far.
+        is_last = (torch.arange(C, device=device) == num_seen_N.unsqueeze(-1) - 1)[:, None, :, None]
+        g[:, :, 0] = torch.where(is_last, seen.G_NHCK, g[:, :, 0])
+    G = g.clone()
+    for i in range(1, C):  # one rounding a token, as in decoding: torch.cumsum has a wider accumulator
+        G[..., i, :] += G[..., i - 1, :]
+    if seen is not None:
+        G[:, :, 0] = torch.where(is_seen, seen.G_NHCK, G[:, :, 0])
+    back = k * (-G).exp() if is_bounded(lower_bound) else k
+    expG = G.exp()
+    both = torch.cat([k * expG, q * expG], -2)
+    pairs = _pairs(torch.cat([k, q], -2), both, torch.cat([G, G], -2), k, G, back, lower_bound)
+    M = F.pad((beta * pairs[..., :C, :]).tril(-1), (0, 0, 0, TILE - 1))
+    P = pairs[..., C:, :].tril()
+    to_end = (k * (G[..., -1:, :] - G).exp()).mT.contiguous()
+    decay = expG[..., -1:, :].mT
+
+    num_full_N = (num_seen_N + num_new_N) // C
+    S = kept = state_NHKV
+    outputs, us = [], []
+    for c in range(num_chunks):
+        from_state = both[:, :, c] @ S
+        b = beta[:, :, c] * (v[:, :, c] - from_state[..., :C, :])
+        u_seen = torch.where(is_seen, seen.u_NHCV, 0.0) if seen is not None and c == 0 else None
+        u = torch.zeros_like(b) if u_seen is None else u_seen.clone()
+        for i in range(C):
+            u_i = b[..., i, :] - (M[:, :, c, i : i + TILE] @ u)[..., 0, :]
+            u[..., i, :] = u_i if u_seen is None else torch.where(is_seen[..., i, :], u_seen[..., i, :], u_i)
+        outputs.append(from_state[..., C:, :] + P[:, :, c] @ u)
+        us.append(u)
+        S = decay[:, :, c] * S + to_end[:, :, c] @ u
+        kept = torch.where((num_full_N == c + 1)[:, None, None, None], S, kept)
+    o = torch.cat(outputs, 2).transpose(1, 2).to(v_NLHV.dtype)
+    # A sequence that ends with a chunk has seen nothing of the next one: any rows will do.
+    last_N = num_full_N.clamp(max=num_chunks - 1)
+    numbers_N = torch.arange(N, device=device)
+    return o, kept, ChunkRows(*(x[numbers_N, :, last_N] for x in (k, G, back, torch.stack(us, 2))))
+
+
+def kda_aligned_step(
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHV: Tensor,
+    g_NHK: Tensor,
+    beta_NH: Tensor,
+    state_NHKV: Tensor,
+    rows: ChunkRows,
+    place_N: Tensor,
+    is_active_N: Tensor,
+    lower_bound: float | None,
+    scale: float,
+) -> Tensor:
+    """One token of N sequences at row `place` (position mod C) of their chunks: o [N, H, V].
+
+    Writes the row into `rows`, and at a chunk's end the state, both in place. What it writes for a sequence that is not
+    active is the row after those that it has seen, which nobody reads.
+    """
+    C, wide, device = CHUNK, state_NHKV.dtype, q_NHK.device
+    numbers_N = torch.arange(len(q_NHK), device=device)
+    k, v, g, beta = (x.to(wide) for x in (k_NHK, v_NHV, g_NHK, beta_NH.unsqueeze(-1)))
+    q = q_NHK.to(wide) * scale
+    before = rows.G_NHCK[numbers_N, :, (place_N - 1).clamp(min=0)]
+    G = torch.where((place_N > 0)[:, None, None], before + g, g)
+    expG = G.exp()
+    rows.k_NHCK[numbers_N, :, place_N], rows.G_NHCK[numbers_N, :, place_N] = k, G
+    rows.back_NHCK[numbers_N, :, place_N] = k * (-G).exp() if is_bounded(lower_bound) else k
+    order_C = torch.arange(C, device=device)
+    is_before = (order_C < place_N.unsqueeze(-1)).unsqueeze(1)  # [N, 1, C]
+    is_upto = (order_C <= place_N.unsqueeze(-1)).unsqueeze(1)
+    tile = F.pad(torch.stack([k * expG, q * expG], -2), (0, 0, 0, TILE - 2))
+    G_tile = G.unsqueeze(-2)
+    pairs = _pairs(torch.stack([k, q], -2), tile, G_tile, rows.k_NHCK, rows.G_NHCK, rows.back_NHCK, lower_bound)
+    M = torch.where(is_before, beta * pairs[..., 0, :], 0.0)
+    P = torch.where(is_upto, pairs[..., 1, :], 0.0)
+    from_state = tile @ state_NHKV
+    u_rows = torch.where(is_before.unsqueeze(-1), rows.u_NHCV, 0.0)
+    u = beta * (v - from_state[..., 0, :]) - (F.pad(M.unsqueeze(-2), (0, 0, 0, TILE - 1)) @ u_rows)[..., 0, :]
+    rows.u_NHCV[numbers_N, :, place_N] = u
+    u_rows[numbers_N, :, place_N] = u
+    o = from_state[..., 1, :] + (F.pad(P.unsqueeze(-2), (0, 0, 0, TILE - 1)) @ u_rows)[..., 0, :]
+    ends_N = is_active_N & (place_N == C - 1)
+    if device.type == "cpu":
+        ends = ends_N.nonzero().squeeze(-1)
+        if len(ends):
+            state_NHKV[ends] = _at_end(state_NHKV[ends], rows.k_NHCK[ends], rows.G_NHCK[ends], u_rows[ends])
+    else:  # to know who ends would be to wait for the device
+        at_end = _at_end(state_NHKV, rows.k_NHCK, rows.G_NHCK, u_rows)
+        state_NHKV.copy_(torch.where(ends_N[:, None, None, None], at_end, state_NHKV))
+    return o.to(v_NHV.dtype)
+
+
+def _at_end(state: Tensor, k: Tensor, G: Tensor, u: Tensor) -> Tensor:
+    """The state after a whole chunk."""
+    to_end = (k * (G[..., -1:, :] - G).exp()).mT.contiguous()
+    return G.exp()[..., -1:, :].mT * state + to_end @ u
+
+
+def is_bounded(lower_bound: float | None) -> bool:
+    """Whether e^(-G) of a whole chunk is finite in fp32, so that exponents can be split at the chunk's start."""
+    return is_split(lower_bound, 2 * CHUNK)
+
+
+def _pairs(
+    rows: Tensor, decayed: Tensor, G_rows: Tensor, k: Tensor, G: Tensor, back: Tensor, lower_bound: float | None
+) -> Tensor:
+    """sum_c x_ic k_jc e^(G_ic - G_jc) for rows x [..., rows, K], whose sums are G_rows and whose x e^G are `decayed`;
+    [..., rows, C].
+
+    One product where the gate is bounded; else the exponents are formed as differences, at C times the memory.
+    """
+    if is_bounded(lower_bound):
+        return decayed @ back.mT
+    decay = (G_rows.unsqueeze(-2) - G.unsqueeze(-3)).clamp(max=0.0).exp()
+    return (rows.unsqueeze(-2) * (k.unsqueeze(-3) * decay)).sum(-1)
