@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,18 +18,26 @@ from pathlib import Path
 
 import pytest
 
-ARCHITECTURES = (90, 100)  # Hopper; Blackwell
+HOPPER = (90,)  # whose instructions the GEMMs' tiles are made for
+ARCHITECTURES = (*HOPPER, 100)  # Blackwell
+MAX_SHARED_BYTES = 227 << 10  # on both
 
 
 @dataclass(frozen=True)
 class Case:
-    """arguments: Triton's type words by parameter; constants: its constexprs. Pointers are 16-byte aligned."""
+    """arguments: Triton's type words by parameter; constants: its constexprs. Pointers are 16-byte aligned.
+
+    multiples: integers that are multiples of 16, as a model's widths are; a launch sees so for itself.
+    """
 
     module: str
     kernel: str
     arguments: dict[str, str]
     constants: dict[str, object]
     num_warps: int
+    num_stages: int = 3
+    multiples: tuple[str, ...] = ()
+    architectures: tuple[int, ...] = ARCHITECTURES
 
     @property
     def name(self) -> str:
@@ -63,6 +72,61 @@ def xor_compact_cases() -> list[Case]:
     return cases
 
 
+def gemm_case(module: str, kernel: str, tile, arguments: dict[str, str], constants: dict[str, object]) -> Case:
+    shape = {"BM": tile.block_m, "SLICE": tile.slice, "PARTS": tile.parts, "BK": tile.block_k}
+    constants = constants | shape | {"EVEN_K": True, "INTERPRETED": False}
+    widths = tuple(name for name, kind in arguments.items() if kind == "i32" and name != "M")
+    return Case(module, kernel, arguments, constants, tile.num_warps, tile.num_stages, widths, HOPPER)
+
+
+def linear_cases() -> list[Case]:
+    import torch
+
+    from k3kernels.linear.triton import pick_grouped_tile, pick_tile
+
+    narrow, single = ("*bf16", torch.bfloat16), ("*fp32", torch.float32)
+    cases = []
+    for rows, (pointer, dtype) in ((1, narrow), (512, narrow), (16384, narrow), (1, single), (4096, single)):
+        pointers = dict.fromkeys(("x_ptr", "w_ptr"), pointer) | {"y_ptr": "*fp32"}
+        sizes = dict.fromkeys(("M", "N", "K", "stride_x", "stride_w"), "i32")
+        cases.append(gemm_case("linear", "linear_kernel", pick_tile(rows, 4096, 2048, dtype), pointers | sizes, {}))
+    for rows, adds in ((1, False), (512, True)):
+        pointers = dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), "*bf16")
+        buckets = {"order_ptr": "*i32", "edges_ptr": "*i32", "scale_ptr": "*fp32" if adds else "*i32"}
+        sizes = dict.fromkeys(("N", "K", "stride_x"), "i32")
+        constants = {"E": 64, "BE": 64, "IN_ORDER": not adds, "ADDS": adds}
+        tile = pick_grouped_tile(rows, 2048, 1024, torch.bfloat16)
+        cases.append(gemm_case("linear", "grouped_linear_kernel", tile, pointers | buckets | sizes, constants))
+    bucket = {"group_ptr": "*i64", "order_ptr": "*i32", "edges_ptr": "*i32", "P": "i32"}
+    return [
+        *cases,
+        Case("linear", "bucket_kernel", bucket, {"E": 64, "BLOCK": 32, "STEP": 128}, 4, architectures=HOPPER),
+    ]
+
+
+def moe_cases() -> list[Case]:
+    import torch
+
+    from k3kernels.linear.triton import pick_grouped_tile
+    from k3kernels.moe.triton import COMBINED_COLUMNS
+
+    cases = []
+    for rows, pointer, dtype in (
+        (1, "*bf16", torch.bfloat16),
+        (512, "*bf16", torch.bfloat16),
+        (512, "*fp32", torch.float32),
+    ):
+        pointers = dict.fromkeys(("x_ptr", "w1_ptr", "w3_ptr", "h_ptr"), pointer)
+        others = {"order_ptr": "*i32", "edges_ptr": "*i32", **dict.fromkeys(("F", "R", "stride_x"), "i32")}
+        betas = {"beta": "fp32", "linear_beta": "fp32"}
+        constants = {"E": 64, "BE": 64, "SLOTS": 8, "KIND": 2}
+        tile = pick_grouped_tile(rows, 1024, 2048, dtype, parts=1)
+        cases.append(gemm_case("moe", "gate_up_kernel", tile, pointers | others | betas, constants))
+    combine = {"y_ptr": "*bf16", "experts_ptr": "*i64", "weights_ptr": "*fp32", "out_ptr": "*bf16", "R": "i32"}
+    constants = {"E": 64, "SLOTS": 8, "BLOCK": COMBINED_COLUMNS, "INTERPRETED": False}
+    return [*cases, Case("moe", "combine_kernel", combine, constants, 4, architectures=HOPPER)]
+
+
 def kernels_of_the_package() -> set[str]:
     """module.kernel of every function that is launched: by convention its name ends with _kernel."""
     import k3kernels
@@ -83,16 +147,29 @@ def compile_case(case: Case, architecture: int, folder: Path) -> dict[str, objec
     kernel = getattr(importlib.import_module(f"k3kernels.{case.module}.triton"), case.kernel)
     signature = case.arguments | dict.fromkeys(case.constants, "constexpr")
     assert list(signature) == kernel.arg_names, f"{case.kernel} takes {kernel.arg_names}"
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or name in case.multiples
+    }
     source = ASTSource(kernel, signature, constexprs=case.constants, attrs=aligned)
     target = GPUTarget("cuda", architecture, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": case.num_warps})
+    compiled = triton.compile(
+        source, target=target, options={"num_warps": case.num_warps, "num_stages": case.num_stages}
+    )
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     usage = subprocess.run(
         [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin], capture_output=True, text=True, check=True
     )
-    return {"case": case.name, "architecture": architecture, "ptx": compiled.asm["ptx"], "usage": usage.stdout}
+    return {
+        "case": case.name,
+        "architecture": architecture,
+        "is_bf16": case.arguments.get("x_ptr") == "*bf16",
+        "shared_bytes": compiled.metadata.shared,
+        "ptx": compiled.asm["ptx"],
+        "usage": usage.stdout,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +196,10 @@ def test_no_kernel_spills_registers_to_memory(compiled):
         assert " STACK:0 " in found["usage"], (found["case"], found["architecture"], found["usage"])
 
 
+def test_every_kernel_fits_the_shared_memory_of_a_block(compiled):
+    assert all(found["shared_bytes"] <= MAX_SHARED_BYTES for found in compiled["found"])
+
+
 def test_the_fused_xor_loads_16_bytes_a_thread(compiled):
     cases = [found for found in compiled["found"] if found["case"].startswith("xor_compact.xor_compact_kernel")]
     for found in cases:
@@ -127,8 +208,22 @@ def test_the_fused_xor_loads_16_bytes_a_thread(compiled):
         assert all("ld.global.v4.b32" in line for line in loads), (found["case"], loads)
 
 
+def instructions_of(found: dict) -> set[str]:
+    """Those that multiply on a tensor core."""
+    return set(re.findall(r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)\S*", found["ptx"]))
+
+
+def test_on_hopper_every_number_of_rows_is_multiplied_by_the_same_instruction(compiled):
+    wants = {True: {"wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"}, False: set()}
+    cases = [f for f in compiled["found"] if re.match(r"\S*(linear|gate_up)_kernel", f["case"])]
+    assert len(cases) >= 10
+    for found in cases:
+        assert instructions_of(found) == wants[found["is_bf16"]], found["case"]
+
+
 def main(folder: Path) -> None:
-    found = [compile_case(case, architecture, folder) for case in xor_compact_cases() for architecture in ARCHITECTURES]
+    cases = [*xor_compact_cases(), *linear_cases(), *moe_cases()]
+    found = [compile_case(case, architecture, folder) for case in cases for architecture in case.architectures]
     result = {"kernels": sorted(kernels_of_the_package()), "found": found}
     (folder / "found.json").write_text(json.dumps(result))
 
