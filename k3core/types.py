@@ -76,13 +76,19 @@ class Prompt:
 class SamplingParams:
     """How tokens are drawn. Log-probabilities are reported under exactly this distribution.
 
-    top_k 0 means off. max_tokens bounds one turn.
+    temperature 0 takes the likeliest token, with log-probability 0: the distribution has one token. top_k 0, top_p 1 and
+    min_p 0 mean off; min_p is a share of the likeliest token's probability. max_tokens bounds one turn, which also ends
+    at a text in `stop` or after a token in `stop_token_ids`; both are beside the tokenizer's own end of a turn.
+    `k3core.rollout.sampling_rules` says which values make sense.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int = 96
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

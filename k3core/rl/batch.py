@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from k3core.rollout.sampling_rules import truncates
 from k3core.types import Trajectory
 from k3kernels.packing import Packing
 
@@ -63,11 +64,13 @@ def make_batch(
     temperatures = {t.sampling.temperature for t in trajectories}
     if len(temperatures) != 1:
         raise ValueError(f"trajectories sampled at different temperatures {sorted(temperatures)} in one batch")
-    truncated = next((t for t in trajectories if t.sampling.top_p < 1 or t.sampling.top_k > 0), None)
+    truncated = next((t for t in trajectories if truncates(t.sampling)), None)
     if truncated is not None:
+        sampling = truncated.sampling
         raise ValueError(
-            f"prompt {truncated.prompt_id}: sampled with top_p {truncated.sampling.top_p}, top_k {truncated.sampling.top_k};"
-            " the trainer's logprobs are over the whole vocabulary, so the ratio would not be 1: train on top_p 1, top_k 0"
+            f"prompt {truncated.prompt_id}: sampled with top_p {sampling.top_p}, top_k {sampling.top_k}, min_p"
+            f" {sampling.min_p}; the trainer's logprobs are over the whole vocabulary, so the ratio would not be 1: train"
+            " on top_p 1, top_k 0, min_p 0"
         )
     packing = Packing(tuple(len(t.tokens_T) for t in trajectories))
     mask_T = np.concatenate([t.loss_mask_T for t in trajectories])

@@ -142,6 +142,10 @@ class K3Engine:
         assert self._step >= 0, "load weights first"
         assert name not in {*self._waiting, *self._running}, f"{name}: its turn is not over"
         assert request.sampling.max_tokens > 0, name
+        if request.sampling.stop or request.sampling.stop_token_ids:
+            raise ValueError(
+                f"{name}: this engine ends a turn at its stop token {self.stop_token} only: leave stop and stop_token_ids empty"
+            )
         if len(request.tokens) >= self.max_length:
             raise ValueError(
                 f"history of {len(request.tokens)} tokens leaves no room below max_length {self.max_length}"

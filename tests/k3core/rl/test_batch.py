@@ -86,7 +86,7 @@ def test_mixed_temperatures_are_refused(make_trajectory: MakeTrajectory) -> None
     assert make_batch([cool], [0], [0], router_replay=False).temperature == 0.7
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(top_p=0.9), SamplingParams(top_k=5)])
+@pytest.mark.parametrize("sampling", [SamplingParams(top_p=0.9), SamplingParams(top_k=5), SamplingParams(min_p=0.1)])
 def test_a_cut_sampling_distribution_is_refused_with_the_reason(
     make_trajectory: MakeTrajectory, sampling: SamplingParams
 ) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -474,3 +474,13 @@ def test_a_history_without_room_for_a_token_is_refused(make_engine: MakeEngine) 
     with pytest.raises(ValueError, match="10 tokens leaves no room below max_length 10"):
         asyncio.run(engine.generate(request("s", [1] * 10)))
     assert len(asyncio.run(engine.generate(request("s", [1] * 9))).tokens_T) == 1
+
+
+@pytest.mark.parametrize("stops", [{"stop": ("end",)}, {"stop_token_ids": (3,)}])
+def test_stops_that_the_engine_cannot_keep_are_refused_and_not_ignored(
+    make_engine: MakeEngine, stops: dict[str, tuple[str | int, ...]]
+) -> None:
+    asked = request("s", [1, 2, 3])
+    asked = replace(asked, sampling=replace(asked.sampling, **stops))
+    with pytest.raises(ValueError, match="leave stop and stop_token_ids empty"):
+        asyncio.run(make_engine().generate(asked))
