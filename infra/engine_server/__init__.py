@@ -1,0 +1,1 @@
+"""The rollout engine over HTTP: the OpenAI API, token-level endpoints, health, metrics, and a drain that ends cleanly."""

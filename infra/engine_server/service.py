@@ -1,0 +1,190 @@
+"""One turn from admission to record, whatever API asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from infra.engine_server.errors import ApiError
+from infra.engine_server.metrics import Metrics
+from infra.engine_server.recorder import Recorder
+from infra.engine_server.served import Sampled, Served, ServedEngine, Turn
+from infra.engine_server.settings import ServerSettings
+from infra.engine_server.stops import StopMatcher
+from k3core.chat import chat_format
+
+State = Literal["loading", "ready", "fault", "draining"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """tokens: all that count, the one that ended the turn included; text: without it and without a stop string."""
+
+    tokens: tuple[Sampled, ...]
+    text: str
+    finish: Literal["stop", "length"]
+    matched: str | int | None
+    served: Served
+
+
+class Service:
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.tokenizer = settings.tokenizer
+        self.chat = chat_format(settings.tokenizer)
+        self.metrics = Metrics()
+        self.recorder = Recorder(settings.record_path)
+        self.engine: ServedEngine | None = None
+        self.adapters: list[str] = []
+        self.is_draining = False
+        self.fault: str | None = None
+        self._slots = asyncio.Semaphore(settings.max_running)
+        self._turns: set[asyncio.Task[Answer]] = set()
+        self._num_waiting = 0
+        self.metrics.running.set_function(lambda: len(self._turns) - self._num_waiting)
+        self.metrics.waiting.set_function(lambda: self._num_waiting)
+        self.metrics.policy_step.set_function(lambda: -1 if self.engine is None else self.engine.policy_step)
+
+    @property
+    def state(self) -> State:
+        if self.is_draining:
+            return "draining"
+        if self.engine is None:
+            return "loading"
+        return "ready" if self.fault is None else "fault"
+
+    @property
+    def num_open(self) -> int:
+        return len(self._turns)
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """Raises ApiError 404 for a model that is not served."""
+        if model is None or model == self.settings.model_name:
+            return None
+        if model not in self.adapters:
+            known = ", ".join([self.settings.model_name, *self.adapters])
+            raise ApiError(404, f"the model {model!r} is not served here; known: {known}", "not_found_error")
+        return model
+
+    def start(self, turn: Turn, stops: StopMatcher, hear: Callable[[Sampled], None]) -> asyncio.Task[Answer]:
+        """The turn, under way; cancelling the task frees its slot. Raises ApiError when it is not taken at all."""
+        self._check(turn)
+        task = asyncio.create_task(self._run(turn, stops, hear))
+        self._turns.add(task)
+        task.add_done_callback(self._turns.discard)
+        return task
+
+    async def drain(self) -> None:
+        """Take nothing more; give what runs `drain_s`, then abort it."""
+        self.is_draining = True
+        if self._turns:
+            _, late = await asyncio.wait(self._turns, timeout=self.settings.drain_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+
+    def _check(self, turn: Turn) -> None:
+        settings = self.settings
+        if self.is_draining or self.engine is None:
+            raise ApiError(503, f"the server is {self.state}", "unavailable_error", settings.retry_after_s)
+        if not turn.prompt:
+            raise ApiError(400, "the prompt has no tokens")
+        if len(turn.prompt) >= settings.max_length:
+            raise ApiError(
+                400,
+                f"the prompt has {len(turn.prompt)} tokens, which leaves no room below this server's length of "
+                f"{settings.max_length}: shorten it",
+            )
+        size = self.tokenizer.vocab_size
+        if wrong := [token for token in turn.prompt if not 0 <= token < size]:
+            raise ApiError(400, f"the token id {wrong[0]} is outside the vocabulary of {size}")
+        if len(self._turns) >= settings.max_running + settings.max_waiting:
+            raise ApiError(
+                429,
+                f"{settings.max_running} turns run and {settings.max_waiting} wait: try again later",
+                "rate_limit_error",
+                settings.retry_after_s,
+            )
+
+    async def _run(self, turn: Turn, stops: StopMatcher, hear: Callable[[Sampled], None]) -> Answer:
+        arrived = time.monotonic()
+        heard: list[Sampled] = []
+        times: list[float] = []
+        stopped = asyncio.Event()
+
+        def on_token(token: Sampled) -> None:
+            if stopped.is_set():
+                return  # sampled before the engine heard of the stop
+            heard.append(token)
+            times.append(time.monotonic())
+            if stops.feed(token.token):
+                stopped.set()
+            hear(token)
+
+        try:
+            with self._in_line():
+                await self._slots.acquire()
+            try:
+                served = await self._generate(turn, on_token, stopped)
+            finally:
+                self._slots.release()
+        except asyncio.CancelledError:
+            self.metrics.aborted.inc()
+            self.recorder.write(turn.id, turn.prompt, heard, "aborted")
+            raise
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        except Exception as error:
+            self.fault = f"{type(error).__name__}: {error}"
+            self.metrics.faults.inc()
+            raise ApiError(
+                503, f"the engine failed: {self.fault}", "engine_error", self.settings.retry_after_s
+            ) from error
+        self.fault = None
+        stops.finish()
+        answer = Answer(tuple(heard), stops.text, "length" if stops.matched is None else "stop", stops.matched, served)
+        self._count(turn, answer, arrived, times)
+        self.recorder.write(turn.id, turn.prompt, answer.tokens, answer.finish)
+        return answer
+
+    async def _generate(self, turn: Turn, on_token: Callable[[Sampled], None], stopped: asyncio.Event) -> Served:
+        """Until the engine is done, or a stop was found that it does not know of."""
+        assert self.engine is not None
+        work = asyncio.create_task(self.engine.generate(turn, on_token))
+        stop = asyncio.create_task(stopped.wait())
+        try:
+            await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                await asyncio.sleep(0)  # the engine's own end of the turn brings routes and counts with it
+            if work.done():
+                return work.result()
+            return Served((), is_cut=False)
+        finally:
+            stop.cancel()
+            if not work.done():
+                work.cancel()
+                with suppress(asyncio.CancelledError):
+                    await work
+
+    @contextmanager
+    def _in_line(self) -> Iterator[None]:
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+
+    def _count(self, turn: Turn, answer: Answer, arrived: float, times: list[float]) -> None:
+        metrics = self.metrics
+        metrics.prompt_tokens.inc(len(turn.prompt))
+        metrics.cached_tokens.inc(answer.served.cached_tokens)
+        metrics.generated_tokens.inc(len(answer.tokens))
+        if times:
+            metrics.first_token_s.observe(times[0] - arrived)
+        if len(times) > 1:
+            metrics.token_s.observe((times[-1] - times[0]) / (len(times) - 1))

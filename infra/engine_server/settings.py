@@ -1,0 +1,34 @@
+"""What a server is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.engine_server.loader import Loader
+from infra.engine_server.served import ServedEngine
+from k3core.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """make_engine runs inside the server's event loop, after it listens; until it returned, /health says "loading".
+
+    max_running turns are in the engine at a time and max_waiting more stand in line; the next one gets a 429.
+    max_length: of prompt and output, in tokens. drain_s: how long running turns may go on after SIGTERM.
+    """
+
+    make_engine: Callable[[], ServedEngine]
+    tokenizer: Tokenizer
+    max_length: int
+    model_name: str = "policy"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_running: int = 32
+    max_waiting: int = 256
+    default_max_tokens: int = 1024
+    drain_s: float = 30.0
+    retry_after_s: int = 1
+    record_path: Path | None = None
+    loader: Loader | None = None
