@@ -49,6 +49,15 @@ class SlotState:
                 self.cache_NSC[layer] = torch.zeros(num_slots, rounded_up, C, dtype=dtype, device=device)
         self.length_N = torch.zeros(num_slots, dtype=torch.long, device=device)
 
+    def move(self, source: int, target: int) -> None:
+        """The history of one slot into another, whose own is lost."""
+        for rows in self.chunk_rows.values():
+            rows.write(torch.tensor([target]), rows.of(torch.tensor([source])))
+        for per_layer in (self.kda_NHKV, self.window_NJP, self.cache_NSC):
+            for per_slot in per_layer.values():
+                per_slot[target] = per_slot[source]
+        self.length_N[target] = self.length_N[source]
+
     def reset(self, slot: int) -> None:
         """Make a slot an empty history. MLA rows behind the length weigh 0 in a batch, but 0 times NaN is NaN: all go."""
         for per_layer in (self.kda_NHKV, self.window_NJP, self.cache_NSC):

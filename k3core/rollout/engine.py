@@ -254,6 +254,7 @@ class K3Engine:
         turns = list(self._running.values())
         if not turns:
             return False
+        self._close_ranks()
         slots = [self._sequences[turn.request.sequence].slot for turn in turns]
         num_rows = -(-(max(slots) + 1) // ROWS) * ROWS
         tokens_N = torch.zeros(num_rows, dtype=torch.long)
@@ -267,6 +268,16 @@ class K3Engine:
             turn.routes.append(routes[slot : slot + 1])
         self._sample(turns, forward.hidden_TD, slots)
         return True
+
+    def _close_ranks(self) -> None:
+        """Move sequences out of high slots when fewer rows would hold all: a batch reaches to its highest slot."""
+        num_rows = -(-len(self._sequences) // ROWS) * ROWS
+        free = [slot for slot in self._free_slots() if slot < num_rows]
+        for sequence in self._sequences.values():
+            if sequence.slot >= num_rows:
+                target = free.pop(0)
+                self.state.move(sequence.slot, target)
+                sequence.slot = target
 
     def _sample(self, turns: Sequence[_Turn], hidden_TD: Tensor, rows: Sequence[int]) -> None:
         """Draw the next token of each turn from its row."""

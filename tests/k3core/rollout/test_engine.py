@@ -484,3 +484,30 @@ def test_stops_that_the_engine_cannot_keep_are_refused_and_not_ignored(
     asked = replace(asked, sampling=replace(asked.sampling, **stops))
     with pytest.raises(ValueError, match="leave stop and stop_token_ids empty"):
         asyncio.run(make_engine().generate(asked))
+
+
+def test_sequences_close_ranks_when_others_leave_and_keep_their_bits(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(num_slots=3 * ROWS, stop_token=-1)
+    moves: list[tuple[int, int]] = []
+    move = engine.state.move
+
+    def record(source: int, target: int) -> None:
+        moves.append((source, target))
+        move(source, target)
+
+    monkeypatch.setattr(engine.state, "move", record)
+
+    async def run() -> Played:
+        brief = [request(f"brief{n}", [1, 2, n % 7], max_tokens=4) for n in range(2 * ROWS)]
+        turns = [asyncio.create_task(engine.generate(turn)) for turn in brief]
+        long = asyncio.create_task(play(engine, 1, delay=1))
+        await asyncio.gather(*turns)
+        for turn in brief:
+            engine.release(turn.sequence)
+        return await long
+
+    together = asyncio.run(run())
+    assert moves == [(2 * ROWS, 0)]
+    assert_same(together, asyncio.run(play(make_engine(stop_token=-1), 1)))
