@@ -81,14 +81,17 @@ class KimiDeltaAttention(nn.Module):
         q, k, v = self._convolve(torch.cat([qkv_NLP.new_zeros(N, J - 1, qkv_NLP.shape[-1]), qkv_NLP], 1))
         state_NHKV = qkv_NLP.new_zeros(N, H, K, K, dtype=wider(qkv_TP.dtype))
         bound, scale = self.cfg.gate_lower_bound, K**-0.5
-        o_NLHV = forward_and_gradient(
-            partial(kda_aligned, lower_bound=bound, scale=scale),
-            lambda q, k, v, g, beta, S: kda_chunked(q, k, v, g, beta, S, CHUNK, bound, scale)[0],
-            *(q, k, v),
-            packing.pad(g_THK, length),  # zeros behind the end: the state stays as it is there
-            packing.pad(beta_TH, length),
-            state_NHKV,
-        )
+        # Zeros behind the end: the state stays as it is there.
+        inputs = (q, k, v, packing.pad(g_THK, length), packing.pad(beta_TH, length), state_NHKV)
+
+        def chunked(*inputs: Tensor) -> Tensor:
+            q, k, v, g, beta, S = inputs
+            return kda_chunked(q, k, v, g, beta, S, CHUNK, bound, scale)[0]
+
+        if qkv_TP.device.type == "cpu":
+            o_NLHV = forward_and_gradient(partial(kda_aligned, lower_bound=bound, scale=scale), chunked, *inputs)
+        else:  # chunk after chunk in small operations would keep a GPU waiting
+            o_NLHV = chunked(*inputs)
         return packing.unpad(o_NLHV.contiguous())
 
     def _from_slots(

@@ -45,12 +45,14 @@ class MultiHeadLatentAttention(nn.Module):
         """
         q_THX = self._queries(x_TD).unflatten(-1, (self.cfg.num_attention_heads, self.qk_head_dim))
         latent_TC = self._latent(x_TD)
-        if state is None:
+        if state is None and x_TD.device.type == "cpu":
             o_THV = forward_and_gradient(
                 partial(self._from_start, packing=packing),
-                partial(self._expanded, packing=packing),
+                lambda q, latent, kv_b: self._expanded(q, latent, lambda c: F.linear(c, kv_b.to(c.dtype)), packing),
                 *(q_THX, latent_TC, self.kv_b_proj.effective_weight()),
             )
+        elif state is None:  # on a GPU torch's fused attention, which keeps no scores
+            o_THV = self._expanded(q_THX, latent_TC, self.kv_b_proj, packing)
         else:
             assert slots_N is not None
             attend = partial(self._attend_slots, latent_TC=latent_TC, packing=packing, state=state, slots_N=slots_N)
@@ -101,11 +103,11 @@ class MultiHeadLatentAttention(nn.Module):
     def _attend(self, q_NQHC: Tensor, latent_NSC: Tensor, pos_NQ: Tensor) -> Tensor:
         return attend_latent(q_NQHC, latent_NSC, pos_NQ, self.cfg.kv_lora_rank, self.qk_head_dim**-0.5)
 
-    def _expanded(self, q_THX: Tensor, latent_TC: Tensor, kv_b: Tensor, packing: Packing) -> Tensor:
+    def _expanded(self, q_THX: Tensor, latent_TC: Tensor, kv_b: Callable[[Tensor], Tensor], packing: Packing) -> Tensor:
         """The same attention over each head's own keys and values, by torch's fused kernel: it gives the gradient."""
         T, length, H = packing.num_tokens, packing.max_length, self.cfg.num_attention_heads
         latent_NSC = packing.pad(latent_TC[:T], length)
-        kv_NSP = F.linear(latent_NSC[..., : self.cfg.kv_lora_rank], kv_b.to(latent_NSC.dtype))
+        kv_NSP = kv_b(latent_NSC[..., : self.cfg.kv_lora_rank])
         k_nope, v_NSHV = kv_NSP.unflatten(-1, (H, -1)).split([self.cfg.qk_nope_head_dim, self.cfg.v_head_dim], -1)
         k_pe = latent_NSC[..., self.cfg.kv_lora_rank :].unsqueeze(2).expand(-1, -1, H, -1)
         k_NHSX = torch.cat([k_nope, k_pe], -1).transpose(1, 2)

@@ -101,7 +101,8 @@ class K3Model(nn.Module):
         activation_checkpointing: each layer keeps its input and its experts, and is computed again in the backward pass.
         """
         assert state is None or not activation_checkpointing, "computed again, a layer would move the slots again"
-        x_TD = self.embed_tokens(F.pad(tokens_T, (0, -len(tokens_T) % ROWS)))
+        num_missing = -len(tokens_T) % ROWS if tokens_T.device.type == "cpu" else 0
+        x_TD = self.embed_tokens(F.pad(tokens_T, (0, num_missing)))
         run = run_and_recompute if activation_checkpointing and torch.is_grad_enabled() else run_once
         if replay_TLk is not None:
             replay_TLk = F.pad(replay_TLk, (0, 0, 0, 0, 0, len(x_TD) - len(tokens_T)), value=-1)

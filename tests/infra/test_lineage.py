@@ -158,7 +158,8 @@ def test_a_record_says_what_was_in_force(finished: str) -> None:
         if node.kind == "record"
     }
     rollout, scores, update = provenance["rollout", 1], provenance["score", 1], provenance["update", 2]
-    assert rollout["sampling"] == {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 96}
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 96}
+    assert rollout["sampling"] == sampling | {"min_p": 0.0, "stop": [], "stop_token_ids": []}
     assert rollout["engine"].keys() == {"class", "code_sha256", "torch"}
     assert len(rollout["prompts"]["ids"]) == 8
     assert scores["prompts"] == rollout["prompts"]
