@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -17,10 +18,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from infra.engine_server.errors import ApiError, refuse
-from infra.engine_server.served import Turn
+from infra.engine_server.errors import ApiError, refusal
 from infra.engine_server.service import Answer, Service
-from infra.engine_server.stops import StopMatcher
+from infra.engine_server.text import TurnText
+from k3core.rollout.engine import GenerateRequest
+from k3core.rollout.sampling_rules import problems
 from k3core.types import SamplingParams
 
 
@@ -33,15 +35,15 @@ def make_app(service: Service) -> Starlette:
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def models(_: Request) -> Response:
-        names = [service.settings.model_name, *service.adapters]
-        return JSONResponse({"object": "list", "data": [{"id": n, "object": "model", "created": 0} for n in names]})
+        model = {"id": service.settings.model_name, "object": "model", "created": 0}
+        return JSONResponse({"object": "list", "data": [model]})
 
     def counted(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
                 response = await endpoint(request)
             except ApiError as error:
-                response = await refuse(request, error)
+                response = refusal(error)
             service.metrics.requests.labels(request.url.path, response.status_code).inc()
             return response
 
@@ -53,10 +55,10 @@ def make_app(service: Service) -> Starlette:
         ids = service.tokenizer.encode_text(prompt) if isinstance(prompt, str) else _ids(prompt, "prompt")
         if body.get("n", 1) != 1:
             raise ApiError(400, f"n: only 1 is served, found {body['n']}")
-        turn, stops = _turn(service, body, body, ids, "max_tokens")
+        turn, text = _turn(service, body, body, ids, "max_tokens")
         if body.get("stream"):
-            return await _stream(service, request, body, turn, stops)
-        answer = await _until_left(request, service.start(turn, stops, lambda _: None))
+            return await _stream(service, request, body, turn, text)
+        answer = await _until_left(request, service.start(turn, text, lambda _: None))
         choice = _choice(body, answer.text, answer.finish, [token.token for token in answer.tokens])
         choice["logprobs"] = _logprobs(service, answer) if body.get("logprobs") is not None else None
         if body.get("return_token_ids"):
@@ -66,25 +68,25 @@ def make_app(service: Service) -> Starlette:
     async def generate(request: Request) -> Response:
         body = await _body(request)
         ids = _ids(body.get("input_ids"), "input_ids")
-        turn, stops = _turn(service, body, body.get("sampling_params") or {}, ids, "max_new_tokens")
-        answer = await _until_left(request, service.start(turn, stops, lambda _: None))
+        turn, text = _turn(service, body, body.get("sampling_params") or {}, ids, "max_new_tokens")
+        answer = await _until_left(request, service.start(turn, text, lambda _: None))
         reason = {"type": answer.finish} | ({} if answer.matched is None else {"matched": answer.matched})
         meta: dict[str, Any] = {
-            "id": turn.id,
+            "id": turn.sequence,
             "finish_reason": reason,
             "prompt_tokens": len(ids),
             "completion_tokens": len(answer.tokens),
-            "cached_tokens": answer.served.cached_tokens,
+            "cached_tokens": answer.cached_tokens,
             "policy_steps": [token.policy_step for token in answer.tokens],
         }
         if body.get("return_logprob"):
             meta["output_token_logprobs"] = [[token.logprob, token.token, None] for token in answer.tokens]
-        routes = answer.served.routed_experts_TLk
-        if body.get("return_routed_experts") and routes is not None:
-            meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
-            meta["routed_experts_shape"] = list(routes.shape)
-            meta["routed_experts_dtype"] = str(routes.dtype)
-            meta["routed_experts_first"] = answer.served.first_routed
+        if body.get("return_routed_experts") and answer.generation is not None:
+            routes_TLk = answer.generation.routed_experts_TLk
+            meta["routed_experts"] = base64.b64encode(routes_TLk.astype("<i4").tobytes()).decode()
+            meta["routed_experts_shape"] = list(routes_TLk.shape)
+            meta["routed_experts_first"] = answer.generation.first_routed
+            meta["routed_layers"] = list(answer.generation.routed_layers)
         output_ids = [token.token for token in answer.tokens]
         return JSONResponse({"text": answer.text, "output_ids": output_ids, "meta_info": meta})
 
@@ -117,38 +119,41 @@ def _ids(value: Any, key: str) -> list[int]:
 
 def _turn(
     service: Service, body: dict[str, Any], params: dict[str, Any], ids: list[int], max_key: str
-) -> tuple[Turn, StopMatcher]:
-    """temperature 0 means the likeliest token."""
-    adapter = service.adapter_of(body.get("model"))
+) -> tuple[GenerateRequest, TurnText]:
+    """The request as the engine takes it, and the text that its tokens will make. Stops are the server's own."""
+    service.check_model(body.get("model"))
+    strings = params.get("stop") or []
+    strings = [strings] if isinstance(strings, str) else strings
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise ApiError(400, "stop: expected a string or a list of strings")
+    stop_ids = _ids(params.get("stop_token_ids") or [], "stop_token_ids")
     try:
-        temperature = float(params.get("temperature", 1.0))
-        top_k = max(0, int(params.get("top_k", 0)))
-        max_tokens = int(params.get(max_key) or service.settings.default_max_tokens)
-        seed = params.get("seed")
         sampling = SamplingParams(
-            temperature or 1.0, float(params.get("top_p", 1.0)), top_k if temperature else 1, max_tokens
+            temperature=float(params.get("temperature", 1.0)),
+            top_p=float(params.get("top_p", 1.0)),
+            top_k=max(0, int(params.get("top_k", 0))),  # -1 is the usual word for off
+            max_tokens=int(params.get(max_key) or service.settings.default_max_tokens),
+            min_p=float(params.get("min_p", 0.0)),
+            stop=tuple(strings),
+            stop_token_ids=tuple(stop_ids),
         )
+        seed = params.get("sampling_seed", params.get("seed"))
         seed = secrets.randbits(31) if seed is None else int(seed)
     except (TypeError, ValueError) as error:
         raise ApiError(400, f"sampling parameters: {error}") from error
-    if temperature < 0 or max_tokens < 1 or not 0 < sampling.top_p <= 1:
-        raise ApiError(400, f"temperature must be >= 0, {max_key} >= 1 and top_p in (0, 1]; found {sampling}")
-    stop = params.get("stop") or []
-    strings = [stop] if isinstance(stop, str) else stop
-    if not isinstance(strings, list) or not all(isinstance(string, str) and string for string in strings):
-        raise ApiError(400, "stop: expected a string or a list of strings, none empty")
-    stops = StopMatcher(
-        service.tokenizer, service.chat.stop_token, strings, _ids(params.get("stop_token_ids") or [], "stop_token_ids")
-    )
-    return Turn(f"cmpl-{secrets.token_hex(12)}", tuple(ids), sampling, seed, adapter), stops
+    if found := problems(sampling):
+        raise ApiError(400, "; ".join(found))
+    text = TurnText(service.tokenizer, service.chat.stop_token, strings, stop_ids)
+    sampling = replace(sampling, stop=(), stop_token_ids=())
+    return GenerateRequest(f"cmpl-{secrets.token_hex(12)}", tuple(ids), sampling, seed), text
 
 
-def _envelope(service: Service, turn: Turn, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _envelope(service: Service, turn: GenerateRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "id": turn.id,
+        "id": turn.sequence,
         "object": "text_completion",
         "created": int(time.time()),
-        "model": turn.adapter or service.settings.model_name,
+        "model": service.settings.model_name,
         "choices": choices,
     }
 
@@ -158,12 +163,12 @@ def _choice(body: dict[str, Any], text: str, finish: str | None, tokens: list[in
     return choice | ({"token_ids": tokens} if body.get("return_token_ids") else {})
 
 
-def _usage(turn: Turn, answer: Answer) -> dict[str, Any]:
+def _usage(turn: GenerateRequest, answer: Answer) -> dict[str, Any]:
     return {
-        "prompt_tokens": len(turn.prompt),
+        "prompt_tokens": len(turn.tokens),
         "completion_tokens": len(answer.tokens),
-        "total_tokens": len(turn.prompt) + len(answer.tokens),
-        "prompt_tokens_details": {"cached_tokens": answer.served.cached_tokens},
+        "total_tokens": len(turn.tokens) + len(answer.tokens),
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
     }
 
 
@@ -196,9 +201,11 @@ async def _left(request: Request, task: asyncio.Task[Answer]) -> None:
     task.cancel()
 
 
-async def _stream(service: Service, request: Request, body: dict[str, Any], turn: Turn, stops: StopMatcher) -> Response:
+async def _stream(
+    service: Service, request: Request, body: dict[str, Any], turn: GenerateRequest, text: TurnText
+) -> Response:
     heard: asyncio.Queue[int | None] = asyncio.Queue()
-    task = service.start(turn, stops, lambda token: heard.put_nowait(token.token))
+    task = service.start(turn, text, lambda token: heard.put_nowait(token.token))
     task.add_done_callback(lambda _: heard.put_nowait(None))
     first = await heard.get()
     if first is None:
@@ -209,9 +216,9 @@ async def _stream(service: Service, request: Request, body: dict[str, Any], turn
         sent, token = 0, first
         try:
             while token is not None:
-                text = stops.text[sent : stops.sure]
-                sent += len(text)
-                yield _event(_envelope(service, turn, [_choice(body, text, None, [token])]))
+                new = text.text[sent:]
+                sent += len(new)
+                yield _event(_envelope(service, turn, [_choice(body, new, None, [token])]))
                 token = await heard.get()
             try:
                 answer = await task

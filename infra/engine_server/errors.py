@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 
@@ -21,7 +20,5 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": self.kind, "param": None, "code": self.status}}
 
 
-async def refuse(request: Request, error: Exception) -> Response:
-    del request
-    assert isinstance(error, ApiError)
+def refusal(error: ApiError) -> Response:
     return JSONResponse(error.body(), error.status, error.headers)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.engine_server.served import Sampled
+from k3core.rollout.engine import SampledToken
 
 
 class Recorder:
@@ -15,7 +15,7 @@ class Recorder:
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else path.open("ab", buffering=0)
 
-    def write(self, request_id: str, prompt: Sequence[int], tokens: Sequence[Sampled], end: str) -> None:
+    def write(self, request_id: str, prompt: Sequence[int], tokens: Sequence[SampledToken], end: str) -> None:
         """end: "stop", "length" or "aborted". Aborted turns have the tokens that were heard."""
         if self._file is None:
             return

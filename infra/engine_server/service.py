@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from infra.engine_server.errors import ApiError
 from infra.engine_server.metrics import Metrics
 from infra.engine_server.recorder import Recorder
-from infra.engine_server.served import Sampled, Served, ServedEngine, Turn
 from infra.engine_server.settings import ServerSettings
-from infra.engine_server.stops import StopMatcher
+from infra.engine_server.text import TurnText
 from k3core.chat import chat_format
+from k3core.rollout.engine import Engine, GenerateRequest, Generation, SampledToken
+
+Hear = Callable[[SampledToken], None]
 
 State = Literal["loading", "ready", "fault", "draining"]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """tokens: all that count, the one that ended the turn included; text: without it and without a stop string."""
+    """tokens: all that count, the one that ended the turn included; text: without it and without a stop string.
 
-    tokens: tuple[Sampled, ...]
+    generation is None where the turn ended at a stop that only the server knows of.
+    """
+
+    tokens: tuple[SampledToken, ...]
     text: str
     finish: Literal["stop", "length"]
     matched: str | int | None
-    served: Served
+    generation: Generation | None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, those that were not computed for this turn."""
+        return 0 if self.generation is None else self.generation.first_routed
 
 
 class Service:
@@ -38,8 +48,7 @@ class Service:
         self.chat = chat_format(settings.tokenizer)
         self.metrics = Metrics()
         self.recorder = Recorder(settings.record_path)
-        self.engine: ServedEngine | None = None
-        self.adapters: list[str] = []
+        self.engine: Engine | None = None
         self.is_draining = False
         self.fault: str | None = None
         self._slots = asyncio.Semaphore(settings.max_running)
@@ -57,23 +66,16 @@ class Service:
             return "loading"
         return "ready" if self.fault is None else "fault"
 
-    @property
-    def num_open(self) -> int:
-        return len(self._turns)
-
-    def adapter_of(self, model: str | None) -> str | None:
+    def check_model(self, model: str | None) -> None:
         """Raises ApiError 404 for a model that is not served."""
-        if model is None or model == self.settings.model_name:
-            return None
-        if model not in self.adapters:
-            known = ", ".join([self.settings.model_name, *self.adapters])
+        if model is not None and model != self.settings.model_name:
+            known = self.settings.model_name
             raise ApiError(404, f"the model {model!r} is not served here; known: {known}", "not_found_error")
-        return model
 
-    def start(self, turn: Turn, stops: StopMatcher, hear: Callable[[Sampled], None]) -> asyncio.Task[Answer]:
+    def start(self, turn: GenerateRequest, text: TurnText, hear: Hear) -> asyncio.Task[Answer]:
         """The turn, under way; cancelling the task frees its slot. Raises ApiError when it is not taken at all."""
-        self._check(turn)
-        task = asyncio.create_task(self._run(turn, stops, hear))
+        self._check(turn.tokens)
+        task = asyncio.create_task(self._run(turn, text, hear))
         self._turns.add(task)
         task.add_done_callback(self._turns.discard)
         return task
@@ -88,20 +90,20 @@ class Service:
             if late:
                 await asyncio.wait(late)
 
-    def _check(self, turn: Turn) -> None:
+    def _check(self, prompt: Sequence[int]) -> None:
         settings = self.settings
         if self.is_draining or self.engine is None:
             raise ApiError(503, f"the server is {self.state}", "unavailable_error", settings.retry_after_s)
-        if not turn.prompt:
+        if not prompt:
             raise ApiError(400, "the prompt has no tokens")
-        if len(turn.prompt) >= settings.max_length:
+        if len(prompt) >= settings.max_length:
             raise ApiError(
                 400,
-                f"the prompt has {len(turn.prompt)} tokens, which leaves no room below this server's length of "
+                f"the prompt has {len(prompt)} tokens, which leaves no room below this server's length of "
                 f"{settings.max_length}: shorten it",
             )
         size = self.tokenizer.vocab_size
-        if wrong := [token for token in turn.prompt if not 0 <= token < size]:
+        if wrong := [token for token in prompt if not 0 <= token < size]:
             raise ApiError(400, f"the token id {wrong[0]} is outside the vocabulary of {size}")
         if len(self._turns) >= settings.max_running + settings.max_waiting:
             raise ApiError(
@@ -111,18 +113,18 @@ class Service:
                 settings.retry_after_s,
             )
 
-    async def _run(self, turn: Turn, stops: StopMatcher, hear: Callable[[Sampled], None]) -> Answer:
+    async def _run(self, turn: GenerateRequest, text: TurnText, hear: Hear) -> Answer:
         arrived = time.monotonic()
-        heard: list[Sampled] = []
+        heard: list[SampledToken] = []
         times: list[float] = []
         stopped = asyncio.Event()
 
-        def on_token(token: Sampled) -> None:
+        def on_token(token: SampledToken) -> None:
             if stopped.is_set():
                 return  # sampled before the engine heard of the stop
             heard.append(token)
             times.append(time.monotonic())
-            if stops.feed(token.token):
+            if text.feed(token.token):
                 stopped.set()
             hear(token)
 
@@ -130,12 +132,12 @@ class Service:
             with self._in_line():
                 await self._slots.acquire()
             try:
-                served = await self._generate(turn, on_token, stopped)
+                generation = await self._generate(replace(turn, on_token=on_token), stopped)
             finally:
                 self._slots.release()
         except asyncio.CancelledError:
             self.metrics.aborted.inc()
-            self.recorder.write(turn.id, turn.prompt, heard, "aborted")
+            self.recorder.write(turn.sequence, turn.tokens, heard, "aborted")
             raise
         except ValueError as error:
             raise ApiError(400, str(error)) from error
@@ -146,16 +148,17 @@ class Service:
                 503, f"the engine failed: {self.fault}", "engine_error", self.settings.retry_after_s
             ) from error
         self.fault = None
-        stops.finish()
-        answer = Answer(tuple(heard), stops.text, "length" if stops.matched is None else "stop", stops.matched, served)
+        text.finish()
+        finish: Literal["stop", "length"] = "length" if text.matched is None else "stop"
+        answer = Answer(tuple(heard), text.text, finish, text.matched, generation)
         self._count(turn, answer, arrived, times)
-        self.recorder.write(turn.id, turn.prompt, answer.tokens, answer.finish)
+        self.recorder.write(turn.sequence, turn.tokens, answer.tokens, answer.finish)
         return answer
 
-    async def _generate(self, turn: Turn, on_token: Callable[[Sampled], None], stopped: asyncio.Event) -> Served:
-        """Until the engine is done, or a stop was found that it does not know of."""
+    async def _generate(self, turn: GenerateRequest, stopped: asyncio.Event) -> Generation | None:
+        """Until the engine is done, or a stop was found that it does not know of. Each turn is a sequence of its own."""
         assert self.engine is not None
-        work = asyncio.create_task(self.engine.generate(turn, on_token))
+        work = asyncio.create_task(self.engine.generate(turn))
         stop = asyncio.create_task(stopped.wait())
         try:
             await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -163,13 +166,14 @@ class Service:
                 await asyncio.sleep(0)  # the engine's own end of the turn brings routes and counts with it
             if work.done():
                 return work.result()
-            return Served((), is_cut=False)
+            return None
         finally:
             stop.cancel()
             if not work.done():
                 work.cancel()
                 with suppress(asyncio.CancelledError):
                     await work
+            self.engine.release(turn.sequence)
 
     @contextmanager
     def _in_line(self) -> Iterator[None]:
@@ -179,10 +183,10 @@ class Service:
         finally:
             self._num_waiting -= 1
 
-    def _count(self, turn: Turn, answer: Answer, arrived: float, times: list[float]) -> None:
+    def _count(self, turn: GenerateRequest, answer: Answer, arrived: float, times: list[float]) -> None:
         metrics = self.metrics
-        metrics.prompt_tokens.inc(len(turn.prompt))
-        metrics.cached_tokens.inc(answer.served.cached_tokens)
+        metrics.prompt_tokens.inc(len(turn.tokens))
+        metrics.cached_tokens.inc(answer.cached_tokens)
         metrics.generated_tokens.inc(len(answer.tokens))
         if times:
             metrics.first_token_s.observe(times[0] - arrived)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.engine_server.loader import Loader
-from infra.engine_server.served import ServedEngine
+from k3core.rollout.engine import Engine
 from k3core.tokenizer import Tokenizer
 
 
@@ -19,7 +18,7 @@ class ServerSettings:
     max_length: of prompt and output, in tokens. drain_s: how long running turns may go on after SIGTERM.
     """
 
-    make_engine: Callable[[], ServedEngine]
+    make_engine: Callable[[], Engine]
     tokenizer: Tokenizer
     max_length: int
     model_name: str = "policy"
@@ -31,4 +30,3 @@ class ServerSettings:
     drain_s: float = 30.0
     retry_after_s: int = 1
     record_path: Path | None = None
-    loader: Loader | None = None

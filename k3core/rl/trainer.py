@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from k3core.model.config import K3Config
@@ -84,7 +83,8 @@ class Trainer:
         replay_TLk = None if replay_TLk is None else replay_TLk.to(device)
         forward = self.model(tokens_T, packing, replay_TLk, activation_checkpointing=self.activation_checkpointing)
         M = len(target_M)
-        target_M = F.pad(target_M, (0, -M % ROWS), value=int(target_M[0]))  # as many rows at a time as the engine has
+        if device.type == "cpu":  # in whole multiples of ROWS, as the engine's head computes them
+            target_M = torch.cat([target_M, target_M[:1].expand(-M % ROWS)])
         hidden_MD = forward.hidden_TD.index_select(0, target_M - 1)
         return self.model.logprobs(hidden_MD, tokens_T[target_M], temperature)[:M]
 

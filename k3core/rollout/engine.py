@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -13,26 +13,37 @@ from torch import Tensor
 
 from k3core.model.config import K3Config
 from k3core.model.lora import LoraConfig, attach_lora
-from k3core.model.model import Forward, K3Model
+from k3core.model.model import ROWS, Forward, K3Model
 from k3core.model.state import SlotState
 from k3core.model.weights import load_tensors, named_tensors
-from k3core.rollout.sampling import draw, sampling_logprobs, sequence_generator
+from k3core.rollout.sampling import sample, sequence_generator
 from k3core.rollout.scheduler import Waiting, schedule
 from k3core.types import SamplingParams
 from k3kernels.packing import Packing
 
-# Batches are whole multiples of this: BLAS (16 rows) and vector loops (32 floats) round their remainders differently.
-ROWS = 32
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """logprob under the distribution that it was drawn from, raw_logprob under softmax of the logits as they were."""
+
+    token: int
+    logprob: float
+    raw_logprob: float
+    policy_step: int
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One turn of one sequence. `tokens` is its whole history; what the engine has seen of it must be its prefix."""
+    """One turn of one sequence. `tokens` is its whole history; what the engine has seen of it must be its prefix.
+
+    on_token hears each token once, in order, as it is drawn; it must not block.
+    """
 
     sequence: str
     tokens: Sequence[int]
     sampling: SamplingParams
     seed: int
+    on_token: Callable[[SampledToken], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +92,7 @@ class _Turn:
     request: GenerateRequest
     done: asyncio.Future[Generation]
     first_routed: int = 0
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
+    drawn: list[SampledToken] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)
 
 
@@ -95,7 +104,7 @@ class K3Engine:
     so that their episodes can run tools and come again. A sequence keeps its slot between turns until released.
 
     What a sequence gets, to the last bit, depends on its tokens and its seed and not on its neighbours: sums run over
-    its own history, and batches are multiples of ROWS. With more than one thread, splits of the work may still differ.
+    its own history, and tokens are computed in multiples of ROWS (docs/policy.md says where that was seen to hold).
     """
 
     def __init__(
@@ -112,7 +121,7 @@ class K3Engine:
         if lora is not None:
             attach_lora(self.model, lora, torch.Generator())
         self.model.requires_grad_(False)
-        self.state = SlotState(cfg, self.num_slots + 1, max(max_length, ROWS))  # the last slot rounds prefills up
+        self.state = SlotState(cfg, self.num_slots, max_length)
         self.stop_token = stop_token
         self.max_length = max_length
         self.max_prefill_tokens = max_prefill_tokens
@@ -219,21 +228,16 @@ class K3Engine:
             pieces.append(list(turn.request.tokens[turn.first_routed :]))
             turns.append(turn)
             slots.append(slot)
-        num_missing = -sum(len(piece) for piece in pieces) % ROWS
-        if num_missing:
-            self.state.reset(self.num_slots)
-            pieces.append([0] * num_missing)
-            slots.append(self.num_slots)
         packing = Packing(tuple(len(piece) for piece in pieces))
         tokens_T = torch.tensor([token for piece in pieces for token in piece])
         forward = self.model(tokens_T, packing, None, self.state, torch.tensor(slots))
         routes = _as_routes(forward, self.route_dtype)
-        for turn, start, piece in zip(turns, packing.starts_N.tolist(), pieces, strict=False):
+        for turn, start, piece in zip(turns, packing.starts_N.tolist(), pieces, strict=True):
             name = turn.request.sequence
             self._sequences[name].fed += piece
             turn.routes.append(routes[start : start + len(piece)])
             self._running[name] = self._waiting.pop(name)
-        self._sample(turns, forward.hidden_TD, packing.last_N[: len(turns)].tolist())
+        self._sample(turns, forward.hidden_TD, packing.last_N.tolist())
         return True
 
     def _all_waiting(self) -> list[Waiting]:
@@ -259,12 +263,12 @@ class K3Engine:
         num_rows = -(-(max(slots) + 1) // ROWS) * ROWS
         tokens_N = torch.zeros(num_rows, dtype=torch.long)
         is_active_N = torch.zeros(num_rows, dtype=torch.bool)
-        tokens_N[slots] = torch.tensor([turn.tokens[-1] for turn in turns])
+        tokens_N[slots] = torch.tensor([turn.drawn[-1].token for turn in turns])
         is_active_N[slots] = True
         forward = self.model.decode(tokens_N, self.state, is_active_N)
         routes = _as_routes(forward, self.route_dtype)
         for turn, slot in zip(turns, slots, strict=True):
-            self._sequences[turn.request.sequence].fed.append(turn.tokens[-1])
+            self._sequences[turn.request.sequence].fed.append(turn.drawn[-1].token)
             turn.routes.append(routes[slot : slot + 1])
         self._sample(turns, forward.hidden_TD, slots)
         return True
@@ -285,31 +289,31 @@ class K3Engine:
         logits_NV = self.model.logits(hidden_TD[rounded_up])[: len(rows)]
         if not torch.isfinite(logits_NV).all():
             raise FloatingPointError(f"the logits of step {self._step} are not finite")
-        logprobs_NV = sampling_logprobs(logits_NV, [turn.request.sampling for turn in turns])
         uniform_N = [self._sequences[turn.request.sequence].generator.random() for turn in turns]
-        tokens_N = draw(logprobs_NV, uniform_N)
-        chosen_N = logprobs_NV.gather(1, tokens_N.unsqueeze(-1)).squeeze(-1)
-        for turn, token, logprob in zip(turns, tokens_N.tolist(), chosen_N.tolist(), strict=True):
-            turn.tokens.append(token)
-            turn.logprobs.append(logprob)
-            turn.steps.append(self._step)
+        draws = sample(logits_NV, [turn.request.sampling for turn in turns], uniform_N)
+        columns = (draws.tokens_N.tolist(), draws.logprobs_N.tolist(), draws.raw_logprobs_N.tolist())
+        for turn, token, logprob, raw_logprob in zip(turns, *columns, strict=True):
+            drawn = SampledToken(token, logprob, raw_logprob, self._step)
+            turn.drawn.append(drawn)
+            if turn.request.on_token is not None:
+                turn.request.on_token(drawn)
             self._finish_if_done(turn)
 
     def _finish_if_done(self, turn: _Turn) -> None:
         stop: Literal["end_of_turn", "max_tokens", "max_length"]
-        if turn.tokens[-1] == self.stop_token:
+        if turn.drawn[-1].token == self.stop_token:
             stop = "end_of_turn"
-        elif len(turn.tokens) >= turn.request.sampling.max_tokens:
+        elif len(turn.drawn) >= turn.request.sampling.max_tokens:
             stop = "max_tokens"
-        elif len(turn.request.tokens) + len(turn.tokens) >= self.max_length:
+        elif len(turn.request.tokens) + len(turn.drawn) >= self.max_length:
             stop = "max_length"
         else:
             return
         del self._running[turn.request.sequence]
         generation = Generation(
-            tokens_T=np.array(turn.tokens, dtype=np.int32),
-            logprobs_T=np.array(turn.logprobs, dtype=np.float32),
-            policy_step_T=np.array(turn.steps, dtype=np.int32),
+            tokens_T=np.array([drawn.token for drawn in turn.drawn], dtype=np.int32),
+            logprobs_T=np.array([drawn.logprob for drawn in turn.drawn], dtype=np.float32),
+            policy_step_T=np.array([drawn.policy_step for drawn in turn.drawn], dtype=np.int32),
             first_routed=turn.first_routed,
             routed_experts_TLk=np.concatenate(turn.routes),
             routed_layers=self.model.cfg.routed_layers,

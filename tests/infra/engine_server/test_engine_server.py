@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import torch
 
 from infra.config import load
 from infra.engine_server.app import make_app
-from infra.engine_server.served import OwnEngine, Sampled, Served, Turn
 from infra.engine_server.service import Service
 from infra.engine_server.settings import ServerSettings
-from infra.engine_server.stops import StopMatcher
+from infra.engine_server.text import TurnText
 from k3core.chat import chat_format
-from k3core.rollout.engine import K3Engine
+from k3core.rollout.engine import GenerateRequest, Generation, K3Engine, SampledToken
 from k3core.tokenizer import Tokenizer
+from k3core.types import SamplingParams
 
 TOKENIZER = Tokenizer.train(["a text to learn merges from, a text"], 270)
 STOP = chat_format(TOKENIZER).stop_token
@@ -33,15 +34,20 @@ class SlowEngine:
     policy_step = 3
     running = 0
 
-    async def generate(self, turn: Turn, on_token: Callable[[Sampled], None]) -> Served:
+    async def generate(self, request: GenerateRequest) -> Generation:
         self.running += 1
+        token, T = TOKENIZER.encode_text("a")[0], request.sampling.max_tokens
         try:
-            for _ in range(turn.sampling.max_tokens):
-                on_token(Sampled(TOKENIZER.encode_text("a")[0], -0.5, -0.5, 3))
+            for _ in range(T):
+                assert request.on_token is not None
+                request.on_token(SampledToken(token, -0.5, -0.5, 3))
                 await asyncio.sleep(0.001)
-            return Served((), is_cut=True)
         finally:
             self.running -= 1
+        steps_T, logprobs_T = np.full(T, 3), np.full(T, -0.5)
+        return Generation(np.full(T, token), logprobs_T, steps_T, 0, np.zeros((T, 0, 0), np.uint8), (), "max_tokens")
+
+    def release(self, sequence: str) -> None: ...
 
 
 def make_service(engine: Any, **settings: Any) -> Service:
@@ -102,12 +108,12 @@ def test_refusals_name_what_is_wrong() -> None:
 
 
 def test_a_stop_string_split_over_tokens_is_found_and_held_back() -> None:
-    stops = StopMatcher(TOKENIZER, STOP, ["bc"])
+    text = TurnText(TOKENIZER, STOP, ["bc"])
     for letter in "ab":
-        assert not stops.feed(TOKENIZER.encode_text(letter)[0])
-    assert stops.sure == 1
-    assert stops.feed(TOKENIZER.encode_text("c")[0])
-    assert (stops.text, stops.matched) == ("a", "bc")
+        assert not text.feed(TOKENIZER.encode_text(letter)[0])
+    assert text.text == "a"
+    assert text.feed(TOKENIZER.encode_text("c")[0])
+    assert (text.text, text.matched) == ("a", "bc")
 
 
 def test_our_engine_answers_token_level_requests_with_routes() -> None:
@@ -116,7 +122,7 @@ def test_our_engine_answers_token_level_requests_with_routes() -> None:
         engine = K3Engine(tiny, STOP, 32, 100)
         engine.model.init_weights(torch.Generator().manual_seed(0))
         engine.load(4, engine.served_tensors())
-        async with client(make_service(OwnEngine(engine))) as http:
+        async with client(make_service(engine)) as http:
             body = {
                 "input_ids": [1, 2, 3],
                 "sampling_params": {"max_new_tokens": 6, "seed": 1},
@@ -129,7 +135,50 @@ def test_our_engine_answers_token_level_requests_with_routes() -> None:
         num_tokens = len(answer["output_ids"])
         assert answer["output_ids"] == again["output_ids"]
         assert answer["meta_info"]["policy_steps"] == [4] * num_tokens
-        assert answer["meta_info"]["routed_experts_shape"][0] == 3 + num_tokens - 1
+        shape = answer["meta_info"]["routed_experts_shape"]
+        assert shape == [3 + num_tokens - 1, len(tiny.moe_layers), tiny.num_experts_per_token]
+        routes = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), "<i4").reshape(shape)
+        assert routes.min() >= 0
+        assert routes.max() < tiny.num_experts
         assert [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
+
+    asyncio.run(run())
+
+
+def test_our_engine_streams_each_token_as_it_is_drawn() -> None:
+    async def run() -> None:
+        tiny = replace(load("tiny", []).model, vocab_size=TOKENIZER.vocab_size)
+        engine = K3Engine(tiny, -1, 32, 100)
+        engine.model.init_weights(torch.Generator().manual_seed(0))
+        engine.load(4, engine.served_tensors())
+        heard: list[SampledToken] = []
+        seen_in_between: list[int] = []
+
+        async def watch() -> None:
+            while len(heard) < 8:
+                seen_in_between.append(len(heard))
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        request = GenerateRequest("s", [1, 2, 3], SamplingParams(temperature=0.7, max_tokens=8), 5, heard.append)
+        generation = await engine.generate(request)
+        await watching
+        assert {2, 4, 7} <= set(seen_in_between)
+        assert [token.token for token in heard] == generation.tokens_T.tolist()
+        assert np.array_equal(np.float32([token.logprob for token in heard]), generation.logprobs_T)
+        assert all(token.raw_logprob != token.logprob for token in heard)
+
+    asyncio.run(run())
+
+
+def test_greedy_and_bad_sampling_parameters_get_their_answers() -> None:
+    async def run() -> None:
+        async with client(make_service(SlowEngine())) as http:
+            greedy = await http.post("completions", json={"prompt": "a", "temperature": 0, "max_tokens": 2})
+            assert greedy.status_code == 200
+            bad = await http.post("completions", json={"prompt": "a", "min_p": 1.5, "top_p": 0})
+            assert bad.status_code == 400
+            assert "min_p 1.5" in bad.json()["error"]["message"]
+            assert "top_p 0" in bad.json()["error"]["message"]
 
     asyncio.run(run())
