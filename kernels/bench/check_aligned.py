@@ -1,20 +1,25 @@
 """Aligned KDA and paged MLA on one GPU: equal bits for every caller, error against fp64, times against bytes; prints JSON.
 
-PYTHONPATH=.:kernels python kernels/bench/check_aligned.py
+PYTHONPATH=.:kernels python kernels/bench/check_aligned.py [--out FILE]
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
+import triton
 from torch import Tensor
 
-from k3kernels.kda.aligned_triton import (
+from k3kernels.kda.reference import kda_recurrent
+from k3kernels.kda.triton import (
     UNKEPT,
     KdaPool,
     KdaWork,
@@ -23,9 +28,8 @@ from k3kernels.kda.aligned_triton import (
     kda_aligned_packed,
     prefill_work,
 )
-from k3kernels.kda.reference import kda_recurrent
-from k3kernels.mla import paged_reference
-from k3kernels.mla.paged_triton import mla_paged
+from k3kernels.mla import reference
+from k3kernels.mla.triton import mla_paged
 
 DEVICE = torch.device("cuda")
 H, K, BOUND, SCALE = 32, 128, -5.0, 128**-0.5
@@ -120,7 +124,7 @@ def check_mla(bytes_per_ms: float) -> dict[str, object]:
         for t, p in enumerate(places)
     ]
     found["alone_equals_batch"] = torch.equal(torch.cat(alone), want)
-    exact = paged_reference.mla_paged(q.double(), pool.double(), table, sequence, position, R, MLA_SCALE)
+    exact = reference.mla_paged(q.double(), pool.double(), table, sequence, position, R, MLA_SCALE)
     found["relative_error"] = float((want.double() - exact).norm() / exact.norm())
     for N in (1, 8, 64, 256):
         tables = torch.randint(max_pages * 2, (N, max_pages), device=DEVICE, dtype=torch.int32)
@@ -136,14 +140,22 @@ def check_mla(bytes_per_ms: float) -> dict[str, object]:
     return found | {"prefill_8192_ms": prefill}
 
 
-def main() -> None:
+def main() -> int:
+    """Exit status 1 when any bits differ."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    out: Path | None = parser.parse_args().out
     torch.manual_seed(0)
     speed = copy_bytes_per_ms()
-    result: dict[str, object] = {"device": torch.cuda.get_device_name(), "copy_tb_per_s": speed / 1e9}
-    for precision in ("tf32x3", "ieee"):
-        result[f"kda_{precision}"] = check_kda(precision, speed)
-    print(json.dumps(result | {"mla": check_mla(speed)}, indent=1))
+    found = {f"kda_{precision}": check_kda(precision, speed) for precision in ("tf32x3", "ieee")}
+    found["mla"] = check_mla(speed)
+    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    text = json.dumps(machine | {"copy_tb_per_s": speed / 1e9} | found, indent=1)
+    if out is not None:
+        out.write_text(text + "\n")
+    print(text)
+    return int(any(fact is False for facts in found.values() for fact in facts.values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from k3kernels.attn_res import attn_res_mix
-from k3kernels.kda import kda_chunked, kda_gate, kda_step, l2_norm
-from k3kernels.mla import mla_absorbed
-from k3kernels.mla.reference import KEY_BLOCK
+from k3kernels.kda import kda_chunked, kda_gate, l2_norm
+from k3kernels.mla import attend_latent
+from k3kernels.mla.latent import KEY_BLOCK
 from k3kernels.moe import moe_experts, route
 from k3kernels.rms_norm import gated_rms_norm, rms_norm
 from k3kernels.situ import situ
@@ -52,13 +52,11 @@ def test_a_token_gets_the_same_bits_from_its_experts_however_few_tokens_share_th
 
 @pytest.mark.parametrize("num_keys", [20, KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 12, 200, 300])
 def test_cache_rows_behind_a_query_change_no_bit_of_it(num_keys: int) -> None:
-    N, H, X, P, R, V = ROWS, 4, 24, 12, 48, 24
-    cache_NSC, kv_b_HXR = randn(N, 640, R + P), randn(H, X + V, R)
-    q_nope, q_pe, pos_N = randn(N, H, X), randn(N, H, P), torch.full((N,), num_keys - 1)
+    N, H, P, R = ROWS, 4, 12, 48
+    cache_NSC, q_NQHC, pos_NQ = randn(N, 640, R + P), randn(N, 1, H, R + P), torch.full((N, 1), num_keys - 1)
 
     def attend(num_rows: int) -> Tensor:
-        kv_b = kv_b_HXR[:, :X], kv_b_HXR[:, X:]
-        return mla_absorbed(q_nope, q_pe, cache_NSC[:, :num_rows], *kv_b, pos_N, (X + P) ** -0.5)
+        return attend_latent(q_NQHC, cache_NSC[:, :num_rows], pos_NQ, R, (R + P) ** -0.5)
 
     want = attend(-(-num_keys // 32) * 32)
     for num_rows in range(-(-num_keys // 32) * 32, 641, 32):
@@ -76,12 +74,3 @@ def test_kda_sequences_keep_their_bits_beside_longer_ones_and_in_larger_batches(
     alone_o, alone_last = kda_chunked(*(x[:1, :C] for x in (q, k, v, g, beta)), state[:1], C, -5.0)
     assert torch.equal(o[:1, :C], alone_o)
     assert torch.equal(last[:1], alone_last)
-
-
-def test_a_kda_step_keeps_a_rows_bits_in_larger_batches() -> None:
-    N, H, K = 3 * ROWS, 3, 24
-    q, k, v = l2_norm(randn(N, H, K)), l2_norm(randn(N, H, K + 1)[..., :K]), randn(N, H, K)
-    g, beta, state = -torch.rand(N, H, K), torch.rand(N, H), randn(N, H, K, K)
-    together = kda_step(q, k, v, g, beta, state)
-    alone = kda_step(*(x[:ROWS] for x in (q, k, v, g, beta, state)))
-    assert all(torch.equal(a[:ROWS], b) for a, b in zip(together, alone, strict=True))

@@ -5,9 +5,8 @@ import torch
 
 from k3kernels.attn_res.eager import attn_res_mix
 from k3kernels.attn_res.reference import attn_res_mix as attn_res_mix_ref
-from k3kernels.mla import eager as mla_eager
-from k3kernels.mla.eager import mla_attention_from_start
-from k3kernels.mla.reference import mla_absorbed, mla_attention
+from k3kernels.mla import absorb_queries, attend_latent, mla_attention_from_start, unabsorb
+from k3kernels.mla.reference import mla_attention
 from k3kernels.moe.eager import moe_experts
 from k3kernels.moe.reference import moe_experts as moe_experts_ref
 from k3kernels.moe.reference import route
@@ -110,31 +109,16 @@ def test_attention_from_start_equals_the_definition():
     assert_same(lambda *a: mla_attention_from_start(*a, 0.4), lambda *a: mla_attention(*a, pos, 0.4), [q, k, v])
 
 
-@pytest.mark.parametrize("num_queries", [1, 3])
-def test_attention_in_blocks_of_queries_equals_the_whole(num_queries, monkeypatch):
-    """Seven queries at the end of a history, with room for the scores of one or of three of them."""
-    N, H, S = 2, 3, 20
-    q, k, v = randn(N, H, 7, 6), randn(N, H, S, 6, seed=1), randn(N, H, S, 4)
-    pos = torch.arange(S - 7, S).expand(N, 7)
-    monkeypatch.setattr(mla_eager, "LARGEST_BYTES", num_queries * N * H * S * 8)
-    seen, whole = [], mla_attention
-
-    def seeing(q, *rest):
-        seen.append(q.shape[2])
-        return whole(q, *rest)
-
-    monkeypatch.setattr(mla_eager.reference, "mla_attention", seeing)
-    assert_same(lambda *a: mla_eager.mla_attention(*a, pos, 0.4), lambda *a: whole(*a, pos, 0.4), [q, k, v])
-    assert max(seen) == num_queries
-
-
-def test_absorbed_attention_equals_attention_over_the_expansion():
-    N, H, S, X, P, R, V = 3, 2, 10, 4, 3, 5, 6
+def test_attention_over_latent_rows_equals_attention_over_the_expansion():
+    """Absorbed: for queries of two places, and latent rows rounded up with some that nobody sees."""
+    N, H, S, X, P, R, V = 3, 2, 32, 4, 3, 5, 6
     cache, kv_b = randn(N, S, R + P).detach(), randn(H, X + V, R).detach()
-    q_nope, q_pe = randn(N, H, X).detach(), randn(N, H, P).detach()
-    pos = torch.tensor([0, 4, 9])
+    q = randn(N, H, 2, X + P).detach()
+    pos = torch.tensor([[0, 1], [4, 9], [30, 31]])
     expanded = torch.einsum("nsr,hxr->nhsx", cache[..., :R], kv_b)
     k = torch.cat([expanded[..., :X], cache[:, None, :, R:].expand(-1, H, -1, -1)], -1)
-    want = mla_attention(torch.cat([q_nope, q_pe], -1)[:, :, None], k, expanded[..., X:], pos[:, None], 0.3)[:, :, 0]
-    got = mla_absorbed(q_nope, q_pe, cache, kv_b[:, :X], kv_b[:, X:], pos, 0.3)
+    want = mla_attention(q, k, expanded[..., X:], pos, 0.3)
+    absorbed_THC = absorb_queries(q.transpose(1, 2).flatten(0, 1), kv_b[:, :X], X)
+    read = attend_latent(absorbed_THC.unflatten(0, (N, 2)), cache, pos, R, 0.3)
+    got = unabsorb(read.flatten(0, 1), kv_b[:, X:], cache.dtype).unflatten(0, (N, 2)).transpose(1, 2)
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)

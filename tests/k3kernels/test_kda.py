@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from k3kernels.kda import eager, kda_chunked, kda_gate, kda_recurrent, kda_step, l2_norm
+from k3kernels.kda import eager, kda_chunked, kda_gate, kda_recurrent, l2_norm
 from k3kernels.kda.reference import kda_chunked as kda_chunked_whole
+from k3kernels.kda.reference import kda_step
 from k3kernels.packing import Packing
 
 NAMES = ("q", "k", "v", "g", "beta", "state")

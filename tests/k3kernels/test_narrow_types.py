@@ -9,7 +9,7 @@ from torch import Tensor
 from k3kernels.attn_res.eager import attn_res_mix
 from k3kernels.attn_res.reference import attn_res_mix as attn_res_mix_ref
 from k3kernels.kda import kda_chunked, kda_gate, kda_recurrent, l2_norm
-from k3kernels.mla import mla_absorbed, mla_attention_from_start
+from k3kernels.mla import absorb_queries, attend_latent, mla_attention_from_start, unabsorb
 from k3kernels.mla.reference import mla_attention
 from k3kernels.rms_norm import eager as norm_eager
 from k3kernels.rms_norm import reference as norm_ref
@@ -238,12 +238,16 @@ def test_padding_behind_a_row_is_not_seen_by_its_queries() -> None:
 
 
 def test_absorbed_attention_sums_its_blocks_in_fp32() -> None:
-    N, H, S, X, P, R, V = 2, 2, 600, 6, 4, 10, 5
-    q_nope, q_pe, cache = randn(N, H, X).bfloat16(), randn(N, H, P).bfloat16(), randn(N, S, R + P).bfloat16()
-    kv_b, pos = randn(H, X + V, R).bfloat16(), torch.tensor([S - 1, 300])
-    got = mla_absorbed(q_nope, q_pe, cache, kv_b[:, :X], kv_b[:, X:], pos, 0.3)
-    wide = [x.double() for x in (q_nope, q_pe, cache, kv_b[:, :X], kv_b[:, X:])]
-    exact = mla_absorbed(*wide, pos, 0.3)
+    N, H, S, X, P, R, V = 2, 2, 608, 6, 4, 10, 5
+    q, cache = randn(N, H, X + P).bfloat16(), randn(N, S, R + P).bfloat16()
+    kv_b, pos = randn(H, X + V, R).bfloat16(), torch.tensor([[S - 1], [300]])
+
+    def attend(q: Tensor, cache: Tensor, kv_b: Tensor) -> Tensor:
+        read = attend_latent(absorb_queries(q, kv_b[:, :X], X).unsqueeze(1), cache, pos, R, 0.3)
+        return unabsorb(read.squeeze(1), kv_b[:, X:], q.dtype)
+
+    got = attend(q, cache, kv_b)
+    exact = attend(q.double(), cache.double(), kv_b.double())
     assert got.dtype == torch.bfloat16
     # Probabilities are rounded, independently; their sum over 600 keys and the result's own rounding.
     assert (got - exact).abs().max() < 2.0**-8 * exact.abs().max()

@@ -1,4 +1,4 @@
-"""Multi-head latent attention without positions: causal attention over latent rows, in two forms."""
+"""Multi-head latent attention without positions: over each head's keys and values, and absorbed over latent rows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from k3kernels.dtypes import at_least_fp32
-
-KEY_BLOCK = 128  # keys that one GEMM of the absorbed form sums over; a BLAS splits longer sums by their length
 
 
 def mla_attention(q_NHQX: Tensor, k_NHSX: Tensor, v_NHSV: Tensor, query_pos_NQ: Tensor, scale: float) -> Tensor:
@@ -23,30 +21,25 @@ def mla_attention(q_NHQX: Tensor, k_NHSX: Tensor, v_NHSV: Tensor, query_pos_NQ: 
     return torch.softmax(scores_NHQS, -1).to(v_NHSV.dtype) @ v_NHSV
 
 
-def mla_absorbed(
-    q_nope_NHX: Tensor,
-    q_pe_NHP: Tensor,
-    cache_NSC: Tensor,
-    kv_b_HXR: Tensor,
-    kv_b_HVR: Tensor,
-    pos_N: Tensor,
+def mla_paged(
+    q_THC: Tensor,
+    pool_PSC: Tensor,
+    page_table_NM: Tensor,
+    sequence_T: Tensor,
+    position_T: Tensor,
+    R: int,
     scale: float,
 ) -> Tensor:
-    """One query per row straight on the latent cache rows (latent R | shared key P): kv_b is folded into q and the output.
+    """softmax(q c^T scale) c[:R] over rows s <= position_T of the query's sequence: [T, H, R] in q's type.
 
-    Equal to mla_attention over kv_b's expansion up to rounding: here only probabilities and result are rounded, not the
-    keys and values of each head. pos_N is the position of the query, its row included. Rows behind it weigh 0 (they
-    must be finite) and are summed block by block, so their number changes no bit.
+    Row s of sequence n is pool[page_table[n, s // page], s % page]. A position below 0 gives zeros.
     """
-    R, wide = kv_b_HXR.shape[-1], at_least_fp32(q_nope_NHX.dtype)
-    q_NHR = torch.einsum("nhx,hxr->nhr", q_nope_NHX.to(wide), kv_b_HXR.to(wide))
-    cache_wide_NSC = cache_NSC.to(wide)
-    scores_NHS = (torch.cat([q_NHR, q_pe_NHP.to(wide)], -1) @ cache_wide_NSC.mT) * scale
-    hidden_NS = torch.arange(cache_NSC.shape[1], device=cache_NSC.device) > pos_N.unsqueeze(-1)
-    prob_NHS = torch.softmax(scores_NHS.masked_fill(hidden_NS.unsqueeze(1), float("-inf")), -1)
-    prob_NHS = prob_NHS.to(cache_NSC.dtype).to(wide)
-    latent_NHR = prob_NHS[..., :KEY_BLOCK] @ cache_wide_NSC[:, :KEY_BLOCK, :R]
-    for block in range(KEY_BLOCK, cache_NSC.shape[1], KEY_BLOCK):
-        keys = slice(block, block + KEY_BLOCK)
-        latent_NHR = latent_NHR + prob_NHS[..., keys] @ cache_wide_NSC[:, keys, :R]
-    return torch.einsum("nhr,hvr->nhv", latent_NHR, kv_b_HVR.to(wide)).to(q_nope_NHX.dtype)
+    page, wide = pool_PSC.shape[1], at_least_fp32(q_THC.dtype)
+    out_THR = q_THC.new_zeros(*q_THC.shape[:2], R)
+    for t, (n, position) in enumerate(zip(sequence_T.tolist(), position_T.tolist(), strict=True)):
+        if position >= 0:
+            pages = page_table_NM[n, : position // page + 1].long()
+            rows_SC = pool_PSC[pages].flatten(0, 1)[: position + 1].to(wide)
+            prob_HS = torch.softmax(q_THC[t].to(wide) @ rows_SC.mT * scale, -1)
+            out_THR[t] = (prob_HS @ rows_SC[:, :R]).to(q_THC.dtype)
+    return out_THR

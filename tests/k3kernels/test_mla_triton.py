@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from k3kernels.mla import mla_attention, paged_reference
-from k3kernels.mla import paged_triton as fused
+from k3kernels.mla import reference
+from k3kernels.mla import triton as fused
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on the CPU, Triton's interpreter
 LENGTHS, PAGE, SCALE = [70, 33], 8, 0.3
@@ -37,7 +37,7 @@ def short_splits(monkeypatch):
 def test_the_kernel_equals_its_definition(dtype, tolerance):
     q, pool, table, sequence, position = problem(dtype)
     got = fused.mla_paged(q, pool, table, sequence, position, R, SCALE)
-    want = paged_reference.mla_paged(q.double(), pool.double(), table, sequence, position, R, SCALE)
+    want = reference.mla_paged(q.double(), pool.double(), table, sequence, position, R, SCALE)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
 
@@ -45,10 +45,10 @@ def test_the_kernel_equals_its_definition(dtype, tolerance):
 def test_the_reference_equals_attention_over_the_rows():
     q, pool, table, sequence, position = (x[: LENGTHS[0]] if i in (0, 3, 4) else x for i, x in enumerate(problem()))
     rows = pool[table[0].long()].flatten(0, 1)[: LENGTHS[0]].double().expand(1, H, -1, -1)
-    want = mla_attention(q.double().transpose(0, 1)[None], rows, rows[..., :R], position[None], SCALE)[0].transpose(
-        0, 1
-    )
-    got = paged_reference.mla_paged(q.double(), pool.double(), table, sequence, position, R, SCALE)
+    want = reference.mla_attention(q.double().transpose(0, 1)[None], rows, rows[..., :R], position[None], SCALE)[
+        0
+    ].transpose(0, 1)
+    got = reference.mla_paged(q.double(), pool.double(), table, sequence, position, R, SCALE)
     torch.testing.assert_close(got, want)
 
 

@@ -1,6 +1,7 @@
 """KDA in chunks at fixed positions as one Triton kernel: a trainer's forward, any piece of a prefill, and decoding.
 
-The arithmetic is that of `k3kernels.kda.aligned_reference`. A program has one sequence, one head and BV value columns,
+The formulas are those of `k3kernels.kda.aligned`; sums within a chunk run in an order of this kernel's own, so a token has
+the same bits in all of its calls, and not those of the CPU. A program has one sequence, one head and BV value columns,
 and walks the chunks of C = 16 rows that hold its new tokens. Rows of the first chunk that were seen in an earlier call
 come from the pool, rows behind the last token are zeros, and zeros change no sum. Decoding is a call in which every
 sequence has one new token. So all callers run one compiled kernel, and a token's bits depend on nothing but its
@@ -20,8 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 16
+from k3kernels.kda.aligned import CHUNK, is_bounded
+
 BLOCK_V = 32  # value columns of a program
+NUM_WARPS = 8
 INACTIVE = -1
 """Slot of a sequence that takes no part: its outputs are 0 and it changes nothing."""
 UNKEPT = -2
@@ -282,14 +285,9 @@ def kda_aligned_packed(
         C=CHUNK,
         IS_BOUNDED=is_bounded(lower_bound),
         PRECISION=precision,
-        num_warps=4,
+        num_warps=NUM_WARPS,
     )
     return o_THV
-
-
-def is_bounded(lower_bound: float | None) -> bool:
-    """Whether e^(-G) of a whole chunk is finite in fp32."""
-    return lower_bound is not None and -lower_bound * CHUNK <= 80.0
 
 
 def empty_pool(
