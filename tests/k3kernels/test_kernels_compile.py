@@ -149,7 +149,7 @@ def kda_cases() -> list[Case]:
             shape | {"IS_BOUNDED": is_bounded, "PRECISION": "tf32x3"},
             NUM_WARPS,
             architectures=HOPPER,
-            stack_bytes=96 if is_bounded else 0,
+            stack_bytes=424 if is_bounded else 360,
         )
         for is_bounded in (True, False)
     ]

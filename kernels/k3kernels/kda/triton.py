@@ -24,7 +24,7 @@ from torch import Tensor
 from k3kernels.kda.aligned import CHUNK, is_bounded
 
 BLOCK_V = 32  # value columns of a program
-NUM_WARPS = 8
+NUM_WARPS = 4  # of 8 it spills less and takes longer
 INACTIVE = -1
 """Slot of a sequence that takes no part: its outputs are 0 and it changes nothing."""
 UNKEPT = -2

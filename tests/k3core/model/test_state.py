@@ -177,19 +177,20 @@ def test_inactive_slots_keep_every_bit_through_a_decode_step(
 ) -> None:
     model = random_model(cfg)
     state = SlotState(cfg, 5, 24)
-    prefill(model, state, [tokens_T[:3], tokens_T[: CHUNK - 1], tokens_T[:24], tokens_T[:20]], [0, 1, 2, 3])
+    prefill(model, state, [tokens_T[: CHUNK - 1], tokens_T[: CHUNK - 1], tokens_T[:24], tokens_T[:20]], [0, 1, 2, 3])
     before = [tensor.clone() for tensor in (*tensors_of(state), state.length_N)]
     seen_before = [tensor.clone() for tensor in rows_of(state)]
     with torch.no_grad():
         model.decode(tokens_T[:5], state, torch.tensor([False, True, False, True, False]))
     for rows, rows_before in zip(rows_of(state), seen_before, strict=True):
-        for slot, num_seen in ((0, 3), (2, 24 - CHUNK)):
+        for slot, num_seen in ((0, CHUNK - 1), (2, 24 - CHUNK)):
             assert torch.equal(rows[slot, :, :num_seen], rows_before[slot, :, :num_seen])
     for was, now in zip(before, (*tensors_of(state), state.length_N), strict=True):
-        for slot in (0, 2, 4):  # 2 is full: not even its last row may be written
+        # The next token of 0 would end its chunk; 2 is full: not even its last row may be written.
+        for slot in (0, 2, 4):
             assert torch.equal(was[slot], now[slot])
         assert not torch.equal(was[1], now[1])  # of KDA because its chunk ends here
-    assert state.length_N.tolist() == [3, CHUNK, 24, 21, 0]
+    assert state.length_N.tolist() == [CHUNK - 1, CHUNK, 24, 21, 0]
 
 
 def test_a_full_slot_takes_no_further_token(k3: K3Config, random_model: RandomModel, tokens_T: Tensor) -> None:
