@@ -5,7 +5,7 @@ Pure decisions over ids: the engine owns the tensors and carries the returned co
 
 from k3core.rollout.prefix_cache.audit import audit
 from k3core.rollout.prefix_cache.cache import PrefixCache
-from k3core.rollout.prefix_cache.ceiling import HitCeiling, branching_hit_rate, hit_ceiling
+from k3core.rollout.prefix_cache.ceiling import HitCeiling, hit_ceiling
 from k3core.rollout.prefix_cache.config import CacheConfig, Namespace
 from k3core.rollout.prefix_cache.results import Allocation, Copy, HalfRestoreError, Inserted, Match, Updated
 from k3core.rollout.prefix_cache.stats import CacheStats
@@ -23,6 +23,5 @@ __all__ = [
     "PrefixCache",
     "Updated",
     "audit",
-    "branching_hit_rate",
     "hit_ceiling",
 ]

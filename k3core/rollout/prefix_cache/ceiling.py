@@ -36,10 +36,3 @@ def hit_ceiling(requests: Iterable[tuple[Hashable, Sequence[int]]], grid: int = 
             node = children.setdefault(key, len(children))
         query_tokens += len(tokens)
     return HitCeiling(hit_tokens, query_tokens)
-
-
-def branching_hit_rate(num_branches: int, num_turns: int, prompt_tokens: int, turn_tokens: int) -> float:
-    """Closed form for branches that share a prompt and grow by turn_tokens a turn: 1 - computed / asked."""
-    computed = prompt_tokens + num_branches * num_turns * turn_tokens
-    asked = num_branches * (num_turns * prompt_tokens + turn_tokens * num_turns * (num_turns + 1) // 2)
-    return 1.0 - computed / asked

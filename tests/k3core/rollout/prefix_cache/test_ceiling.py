@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from k3core.rollout.prefix_cache import CacheConfig, Namespace, branching_hit_rate, hit_ceiling
+from k3core.rollout.prefix_cache import CacheConfig, Namespace, hit_ceiling
+
+
+def branching_hit_rate(num_branches: int, num_turns: int, prompt_tokens: int, turn_tokens: int) -> float:
+    """Closed form for branches that share a prompt and grow by turn_tokens a turn: 1 - computed / asked."""
+    computed = prompt_tokens + num_branches * num_turns * turn_tokens
+    asked = num_branches * (num_turns * prompt_tokens + turn_tokens * num_turns * (num_turns + 1) // 2)
+    return 1.0 - computed / asked
 
 
 def branching_trace(num_branches: int, num_turns: int, prompt_tokens: int, turn_tokens: int) -> list[list[int]]:
