@@ -84,18 +84,20 @@ class MultiHeadLatentAttention(nn.Module):
     ) -> Tensor:
         """Sequence by sequence, each over its slot's history and its own new rows."""
         read_THR = q_THC.new_zeros(*q_THC.shape[:2], self.cfg.kv_lora_rank)
+        T = packing.num_tokens
+        slots_T, positions_T = slots_N[packing.seq_T], state.length_N[slots_N][packing.seq_T] + packing.pos_T
+        state.write_latent(self.layer, slots_T, positions_T, latent_TC[:T])
         places = zip(slots_N.tolist(), state.length_N[slots_N].tolist(), packing.lengths, strict=True)
         first = 0
         for slot, start, num_new in places:
             end = start + num_new
             assert end <= state.max_length, (slot, end)
-            cache_SC = state.cache_NSC[self.layer][slot]
-            cache_SC[start:end] = latent_TC[first : first + num_new]
+            rows_SC = state.latent_rows(self.layer, slot, end)
             for a in range(start, end, QUERY_BLOCK):
                 b = min(a + QUERY_BLOCK, end)
                 tokens = slice(first + a - start, first + b - start)
                 pos_NQ = torch.arange(a, b, device=q_THC.device).unsqueeze(0)
-                keys = cache_SC[None, : -(-b // KEYS) * KEYS]
+                keys = rows_SC[None, : -(-b // KEYS) * KEYS]
                 read_THR[tokens] = self._attend(q_THC[None, tokens], keys, pos_NQ)[0]
             first += num_new
         return read_THR
@@ -120,14 +122,13 @@ class MultiHeadLatentAttention(nn.Module):
         H, N = self.cfg.num_attention_heads, x_ND.shape[0]
         pos_N = state.length_N[:N]
         assert int((pos_N * is_active_N).max()) < state.max_length
-        cache_NSC = state.cache_NSC[self.layer]
         active = is_active_N.nonzero().squeeze(-1)
-        cache_NSC[active, pos_N[active]] = self._latent(x_ND)[active]
-        longest = -(-(int((pos_N * is_active_N).max()) + 1) // KEYS) * KEYS
+        state.write_latent(self.layer, active, pos_N[active], self._latent(x_ND)[active])
+        rows_NSC = state.latent_rows(self.layer, slice(N), int((pos_N * is_active_N).max()) + 1)
         q_NHX = self._queries(x_ND).unflatten(-1, (H, self.qk_head_dim))
 
         def attend(q_NHC: Tensor) -> Tensor:
-            return self._attend(q_NHC.unsqueeze(1), cache_NSC[:N, :longest], pos_N.unsqueeze(1)).squeeze(1)
+            return self._attend(q_NHC.unsqueeze(1), rows_NSC, pos_N.unsqueeze(1)).squeeze(1)
 
         return self._output(self._absorbed(q_NHX, self.kv_b_proj.effective_weight(), attend).flatten(1), x_ND)
 

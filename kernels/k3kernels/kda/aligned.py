@@ -40,13 +40,13 @@ class ChunkRows:
 
     def of(self, which: Tensor | slice) -> ChunkRows:
         """Of some of the sequences: views where `which` is a slice."""
-        return ChunkRows(*(x[which] for x in self._all()))
+        return ChunkRows(*(x[which] for x in self.tensors()))
 
     def write(self, which: Tensor, rows: ChunkRows) -> None:
-        for mine, theirs in zip(self._all(), rows._all(), strict=True):
+        for mine, theirs in zip(self.tensors(), rows.tensors(), strict=True):
             mine[which] = theirs
 
-    def _all(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         return self.k_NHCK, self.G_NHCK, self.back_NHCK, self.u_NHCV
 
 

@@ -169,7 +169,7 @@ def test_decode_serves_an_update_of_kv_b_proj_that_a_bf16_weight_would_lose(k3: 
                     attention.decode(x[T:], state, torch.tensor([True]))
                 else:
                     attention(x, Packing((T + 1,)), state, torch.tensor([0]))
-            return state.cache_NSC[0][0, : T + 1, :R].double().mean(0)
+            return state.latent_rows(0, 0, T + 1)[: T + 1, :R].double().mean(0)
 
         mean_latent_R = run()
         attention.kv_b_proj.attach_lora(1, 1.0, generator)

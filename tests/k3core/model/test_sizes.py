@@ -117,7 +117,7 @@ def test_every_tensor_has_its_part() -> None:
 def test_what_a_sequence_keeps_is_what_the_engine_allocates(cfg: K3Config) -> None:
     with torch.device("meta"):
         state = SlotState(cfg, num_slots=1, max_length=32, dtype=torch.bfloat16)
-    assert 32 * mla_cache_bytes(cfg) == sum(t.numel() * t.itemsize for t in state.cache_NSC.values())
+    assert 32 * mla_cache_bytes(cfg) == sum(t.numel() * t.itemsize for t in state.pages_PSC.values())
     assert kda_state_bytes(cfg) == sum(t.numel() * t.itemsize for t in state.kda_NHKV.values())
     assert conv_window_bytes(cfg) == sum(t.numel() * t.itemsize for t in state.window_NJP.values())
 

@@ -80,8 +80,9 @@ def at_cut(cut: int) -> Callable[[str], str]:
 
 
 def tensors_of(state: SlotState) -> list[Tensor]:
-    per_layer = (state.kda_NHKV, state.window_NJP, state.cache_NSC)
-    return [tensor for by_layer in per_layer for tensor in by_layer.values()]
+    """Of each layer and slot. Slots own their pages here, so a layer's pages are its slots' rows."""
+    rows = [pages_PSC.unflatten(0, (state.num_slots, -1)) for pages_PSC in state.pages_PSC.values()]
+    return [*state.kda_NHKV.values(), *state.window_NJP.values(), *rows]
 
 
 def rows_of(state: SlotState) -> list[Tensor]:
@@ -164,8 +165,10 @@ def test_a_reset_slot_starts_clean_and_poisoned_free_slots_harm_nobody(
         return [piece for piece, _ in pieces] + decoded
 
     clean, poisoned = SlotState(cfg, 16, LENGTH), SlotState(cfg, 16, LENGTH)
-    for tensor in (*tensors_of(poisoned), *rows_of(poisoned)):
+    for tensor in (*poisoned.kda_NHKV.values(), *poisoned.window_NJP.values(), *rows_of(poisoned)):
         tensor.fill_(float("nan"))
+    for pages_PSC in poisoned.pages_PSC.values():
+        pages_PSC.fill_(1e30)
     poisoned.length_N.fill_(7)
     for got, want in zip(run(poisoned), run(clean), strict=True):
         assert torch.isfinite(want).all()
