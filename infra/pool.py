@@ -83,12 +83,14 @@ class Pool:
                     num_slots=cfg.rollout.max_running,
                     max_length=cfg.environment.max_tokens,
                     lora=cfg.train.lora,
+                    tokenizer=tokenizer,
                 )
             if self._engine_at != policy.weights_sha256 or self._engine.policy_step != policy.step:
                 self._engine_at = None
                 held = self._engine.served_tensors()
                 without = {name: torch.zeros_like(t) for name, t in held.items() if is_adapter_tensor(name)}
-                self._engine.load(policy.step, load_policy(self.store, policy, without))
+                weights = load_policy(self.store, policy, without)
+                self._engine.load(policy.step, weights, base_sha256=policy.weights_sha256)
                 self._engine_at = policy.weights_sha256
                 self.loads["engine"] += 1
             return self._engine

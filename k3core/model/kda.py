@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from k3core.model.config import K3Config
 from k3core.model.layers import Linear
-from k3core.model.state import SlotState
+from k3core.model.state import Emit, SlotState
 from k3kernels.dtypes import wider
 from k3kernels.kda import CHUNK, kda_aligned, kda_aligned_from, kda_aligned_step, kda_chunked, kda_gate, l2_norm
 from k3kernels.packing import Packing
@@ -59,10 +60,18 @@ class KimiDeltaAttention(nn.Module):
         self.o_norm = OutputNorm(K)
         self.o_proj = Linear(P, D)
 
-    def forward(self, x_TD: Tensor, packing: Packing, state: SlotState | None, slots_N: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        packing: Packing,
+        state: SlotState | None,
+        slots_N: Tensor | None,
+        emits: Sequence[Emit] = (),
+    ) -> Tensor:
         """x_TD normed, its rows those of the packing and perhaps more, which get zeros.
 
-        With a state, each sequence goes on where its slot stands and leaves the slot after its last token.
+        With a state, each sequence goes on where its slot stands and leaves the slot after its last token; its state on
+        the way there is kept where `emits` says so.
         """
         T = packing.num_tokens
         qkv_TP = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], -1)[:T]
@@ -71,7 +80,7 @@ class KimiDeltaAttention(nn.Module):
             o_THV = self._from_start(qkv_TP, g_THK, beta_TH, packing)
         else:
             assert slots_N is not None
-            o_THV = self._from_slots(qkv_TP, g_THK, beta_TH, packing, state, slots_N)
+            o_THV = self._from_slots(qkv_TP, g_THK, beta_TH, packing, state, slots_N, emits)
         return self._output(F.pad(o_THV, (0, 0, 0, 0, 0, len(x_TD) - T)), x_TD)
 
     def _from_start(self, qkv_TP: Tensor, g_THK: Tensor, beta_TH: Tensor, packing: Packing) -> Tensor:
@@ -102,6 +111,7 @@ class KimiDeltaAttention(nn.Module):
         packing: Packing,
         state: SlotState,
         slots_N: Tensor,
+        emits: Sequence[Emit],
     ) -> Tensor:
         """In the chunks in which the slots stand: the new rows lie behind those that were seen of them."""
         J, N = self.cfg.short_conv_kernel_size, packing.num_sequences
@@ -116,7 +126,8 @@ class KimiDeltaAttention(nn.Module):
 
         window_and_qkv = torch.cat([state.window_NJP[self.layer][slots_N], packing.pad(qkv_TP, length)], 1)
         q, k, v = (place(packing.unpad(x)) for x in self._convolve(window_and_qkv))
-        o_NLHV, S_NHKV, rows = kda_aligned_from(
+        starts = state.length_N[slots_N].tolist() if emits else []
+        o_NLHV, S_NHKV, rows, emitted = kda_aligned_from(
             *(q, k, v, place(g_THK), place(beta_TH)),
             state.kda_NHKV[self.layer][slots_N],
             state.chunk_rows[self.layer].of(slots_N),
@@ -124,7 +135,11 @@ class KimiDeltaAttention(nn.Module):
             packing.lengths_N,
             self.cfg.gate_lower_bound,
             self.cfg.kda_head_dim**-0.5,
+            [(emit.n, emit.position // CHUNK - starts[emit.n] // CHUNK) for emit in emits],
         )
+        for emit, S_HKV in zip(emits, emitted, strict=True):
+            first = emit.position - starts[emit.n]
+            state.save_layer(self.layer, emit.checkpoint, S_HKV, window_and_qkv[emit.n, first : first + J - 1])
         state.kda_NHKV[self.layer][slots_N] = S_NHKV
         state.chunk_rows[self.layer].write(slots_N, rows)
         rows_NJ = packing.lengths_N.unsqueeze(-1) + torch.arange(J - 1, device=qkv_TP.device)

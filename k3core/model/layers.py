@@ -36,6 +36,12 @@ class Linear(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(out_features, rank, dtype=wide, device=device))
         self.lora_scale = alpha / rank
 
+    def set_branch(self, A: Tensor | None, B: Tensor | None, scale: float) -> None:
+        """Parameters of this module or of another's branch, as they are."""
+        setattr(self, "lora_A", A)  # noqa: B010
+        setattr(self, "lora_B", B)  # noqa: B010
+        self.lora_scale = scale
+
     def effective_weight(self) -> Tensor:
         """W + scale B A: for the places that fold a projection into another operation.
 

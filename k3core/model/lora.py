@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from k3core.model.layers import Linear
 from k3core.model.model import K3Model
@@ -100,6 +101,32 @@ def attach_lora(model: K3Model, cfg: LoraConfig, generator: torch.Generator) -> 
             for name in EXPERT_MATRICES:
                 if cfg.is_target(f"{path}.{name}"):
                     module.attach_lora(name, *cfg.rank_alpha(f"{path}.{name}"), generator)
+
+
+Branches = dict[tuple[str, str], tuple[Tensor | None, Tensor | None, float]]
+"""(module's path, matrix of Experts or "") -> A, B and scale of every matrix that can have a branch."""
+
+
+def branches_of(model: K3Model) -> Branches:
+    """What is attached, not copied."""
+    found: Branches = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            found[path, ""] = (module.lora_A, module.lora_B, module.lora_scale)
+        if isinstance(module, Experts):
+            for name in EXPERT_MATRICES:
+                found[path, name] = module.branch(name)
+    return found
+
+
+def set_branches(model: K3Model, branches: Branches) -> None:
+    """Compute with these branches, which `branches_of` gave, from now on."""
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            module.set_branch(*branches[path, ""])
+        if isinstance(module, Experts):
+            for name in EXPERT_MATRICES:
+                module.set_branch(name, *branches[path, name])
 
 
 def detach_lora(model: K3Model) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from k3core.model.config import K3Config
 from k3core.model.layers import Linear, RMSNorm
-from k3core.model.state import SlotState
+from k3core.model.state import Emit, SlotState
 from k3kernels.mla import KEYS, absorb_queries, attend_latent, mla_attention_from_start, unabsorb
 from k3kernels.packing import Packing
 from k3kernels.two_forms import forward_and_gradient
@@ -38,10 +38,18 @@ class MultiHeadLatentAttention(nn.Module):
             self.g_proj = Linear(D, H * cfg.v_head_dim)
         self.o_proj = Linear(H * cfg.v_head_dim, D)
 
-    def forward(self, x_TD: Tensor, packing: Packing, state: SlotState | None, slots_N: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        packing: Packing,
+        state: SlotState | None,
+        slots_N: Tensor | None,
+        emits: Sequence[Emit] = (),  # noqa: ARG002 the layers share one signature
+    ) -> Tensor:
         """x_TD normed, its rows those of the packing and perhaps more, which get zeros.
 
-        With a state, queries also see the slot's history, and the new latent rows are appended to it.
+        With a state, queries also see the slot's history, and the new latent rows are appended to it; they stay as they
+        are, so there is nothing to emit.
         """
         q_THX = self._queries(x_TD).unflatten(-1, (self.cfg.num_attention_heads, self.qk_head_dim))
         latent_TC = self._latent(x_TD)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from k3core.model.moe import LatentMoE
 from k3core.model.precision import FP32_KEPT as FP32_KEPT
 from k3core.model.precision import cast_model
 from k3core.model.recompute import Run, run_and_recompute, run_once
-from k3core.model.state import SlotState
+from k3core.model.state import Emit, SlotState
 from k3kernels.attn_res import attn_res_mix
 from k3kernels.dtypes import wider
 from k3kernels.linear_logprob import MAX_LOGITS, MAX_WEIGHT, linear_logprob, wide_logits
@@ -94,10 +94,12 @@ class K3Model(nn.Module):
         state: SlotState | None = None,
         slots_N: Tensor | None = None,
         activation_checkpointing: bool = False,
+        emits: Sequence[Emit] = (),
     ) -> Forward:
         """Packed sequences, from nothing (training) or each going on from its slot (prefill, which moves the slot).
 
         replay_TLk imposes recorded experts; -1 rows choose for themselves.
+        emits: what a prefill keeps as checkpoints of the state on its way.
         activation_checkpointing: each layer keeps its input and its experts, and is computed again in the backward pass.
         """
         assert state is None or not activation_checkpointing, "computed again, a layer would move the slots again"
@@ -106,7 +108,7 @@ class K3Model(nn.Module):
         run = run_and_recompute if activation_checkpointing and torch.is_grad_enabled() else run_once
         if replay_TLk is not None:
             replay_TLk = F.pad(replay_TLk, (0, 0, 0, 0, 0, len(x_TD) - len(tokens_T)), value=-1)
-        forward = self._layers(x_TD, replay_TLk, lambda attn, x: attn(x, packing, state, slots_N), run)
+        forward = self._layers(x_TD, replay_TLk, lambda attn, x: attn(x, packing, state, slots_N, emits), run)
         if state is not None:
             assert slots_N is not None
             state.length_N[slots_N] += packing.lengths_N

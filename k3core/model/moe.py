@@ -90,6 +90,14 @@ class Experts(nn.Module):
         setattr(self, f"{name}_lora_B", nn.Parameter(B))
         self._lora_scales[name] = alpha / rank
 
+    def branch(self, name: str) -> tuple[Tensor | None, Tensor | None, float]:
+        return getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B"), self._lora_scales[name]
+
+    def set_branch(self, name: str, A: Tensor | None, B: Tensor | None, scale: float) -> None:
+        setattr(self, f"{name}_lora_A", A)
+        setattr(self, f"{name}_lora_B", B)
+        self._lora_scales[name] = scale
+
     def lora(self, name: str) -> LoraPair | None:
         A, B = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
         return None if A is None or B is None else LoraPair(A, B, self._lora_scales[name])

@@ -61,6 +61,15 @@ class Histories:
         return sum(part[0].numel() * part.itemsize for part in parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Number n of a prefill's sequences passes `position`, a multiple of CHUNK at most its end: keep the state there."""
+
+    n: int
+    position: int
+    checkpoint: int
+
+
 class SlotState:
     """Histories of up to `num_slots` sequences of up to `max_length` tokens.
 
@@ -93,13 +102,14 @@ class SlotState:
         self.table_NM = owned if num_pages is None else torch.zeros_like(owned)
         self.slots = Histories.empty(cfg, num_pages or owned.numel(), num_slots, page_size, dtype, device)
         self.checkpoints = Histories.empty(cfg, 0, num_checkpoints, page_size, dtype, device)
+        self._kda_index: dict[int, int] = {}
         self.kda_NHKV: dict[int, Tensor] = {}
         self.chunk_rows: dict[int, ChunkRows] = {}
         self.window_NJP: dict[int, Tensor] = {}
         self.pages_PSC: dict[int, Tensor] = {}
         for layer in range(cfg.num_hidden_layers):
             if cfg.is_kda(layer):
-                n = len(self.kda_NHKV)
+                n = self._kda_index[layer] = len(self._kda_index)
                 self.kda_NHKV[layer] = self.slots.states_NLHKV[:, n]
                 self.window_NJP[layer] = self.slots.windows_NLJP[:, n]
                 shape = (num_slots, cfg.kda_num_heads, CHUNK, cfg.kda_head_dim)
@@ -126,6 +136,10 @@ class SlotState:
         """The slot, which stands at a chunk's start, as a checkpoint; its pages are not copied."""
         self.checkpoints.states_NLHKV[checkpoint] = self.slots.states_NLHKV[slot]
         self.checkpoints.windows_NLJP[checkpoint] = self.slots.windows_NLJP[slot]
+
+    def save_layer(self, layer: int, checkpoint: int, state_HKV: Tensor, window_JP: Tensor) -> None:
+        self.checkpoints.states_NLHKV[checkpoint, self._kda_index[layer]] = state_HKV
+        self.checkpoints.windows_NLJP[checkpoint, self._kda_index[layer]] = window_JP
 
     def restore(self, checkpoint: int, slot: int, length: int) -> None:
         """The checkpoint, which stands at `length`, into a slot whose pages are set."""

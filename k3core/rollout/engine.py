@@ -1,11 +1,10 @@
-"""Engine: token ids of a history in, sampled tokens out. K3Engine runs it over our own model."""
+"""K3Engine: token ids of a history in, sampled tokens out, over our own model in this process."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -13,98 +12,56 @@ from torch import Tensor
 
 from k3core.model.config import K3Config
 from k3core.model.lora import LoraConfig, attach_lora
-from k3core.model.model import ROWS, Forward, K3Model
-from k3core.model.state import SlotState
+from k3core.model.model import ROWS, build_model
+from k3core.model.state import Emit
 from k3core.model.weights import load_tensors, named_tensors
+from k3core.rollout.adapters import AdapterSet
+from k3core.rollout.memory import EngineMemory, Lease, MemorySizes, stepped
+from k3core.rollout.prefix_cache import CacheStats, Namespace
+from k3core.rollout.protocol import GenerateRequest, Generation, SampledToken, Stop, UnknownAdapter, UpdateRule
 from k3core.rollout.sampling import sample, sequence_generator
-from k3core.rollout.scheduler import Waiting, schedule
-from k3core.types import SamplingParams
+from k3core.rollout.scheduling import Limits, Piece, Refused, Running, Waiting, admit, schedule
+from k3core.rollout.stops import StopMatcher
+from k3core.tokenizer import Tokenizer
 from k3kernels.packing import Packing
 
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """logprob under the distribution that it was drawn from, raw_logprob under softmax of the logits as they were."""
-
-    token: int
-    logprob: float
-    raw_logprob: float
-    policy_step: int
+MAX_QUEUE = 1 << 16  # turns that wait; who faces clients bounds them earlier
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """One turn of one sequence. `tokens` is its whole history; what the engine has seen of it must be its prefix.
-
-    on_token hears each token once, in order, as it is drawn; it must not block.
-    """
-
-    sequence: str
-    tokens: Sequence[int]
-    sampling: SamplingParams
-    seed: int
-    on_token: Callable[[SampledToken], None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What one turn produced.
-
-    logprobs_T are under the sampling distribution; policy_step_T is the version that drew each token.
-    routed_experts_TLk covers the inputs [first_routed, first_routed + len): histories are fed once, so the routes
-    of all turns of a sequence lie end to end; routed_layers names the layers, in order.
-    """
-
-    tokens_T: np.ndarray
-    logprobs_T: np.ndarray
-    policy_step_T: np.ndarray
-    first_routed: int
-    routed_experts_TLk: np.ndarray
-    routed_layers: tuple[str, ...]
-    stop: Literal["end_of_turn", "max_tokens", "max_length"]
-
-
-class Engine(Protocol):
-    """Any engine: ours in this process, or a server's client."""
-
-    @property
-    def policy_step(self) -> int: ...
-
-    def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Serve these weights from now on. Raises RuntimeError while sequences are open."""
-
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """One turn. When the caller is cancelled, the turn leaves the batch and the sequence is forgotten."""
-
-    def release(self, sequence: str) -> None:
-        """Forget a sequence, whatever it is doing; its slot is free. One that is not known is no error."""
-
-
-@dataclass(slots=True)
-class _Sequence:
-    slot: int
-    generator: np.random.Generator
-    fed: list[int] = field(default_factory=list)  # what its slot has seen
+class QueueFull(RuntimeError):
+    """Too many turns wait."""
 
 
 @dataclass(slots=True)
 class _Turn:
+    """history: the request's tokens and those drawn since. Tokens up to `target` are to be prefilled, the first `num_fed`
+    have been inputs; max_new tokens may be drawn behind the target. emits: where the prefill is to leave checkpoints."""
+
     request: GenerateRequest
+    arrival: int
+    history: list[int]
+    target: int
+    max_new: int
+    generator: np.random.Generator
+    matcher: StopMatcher | None
     done: asyncio.Future[Generation]
-    first_routed: int = 0
+    lease: Lease | None = None
+    num_fed: int = 0
+    num_cached: int = -1
+    emits: set[int] = field(default_factory=set)
     drawn: list[SampledToken] = field(default_factory=list)
-    routes: list[np.ndarray] = field(default_factory=list)
+    matched: str | int | None = None
 
 
 class K3Engine:
-    """Continuous batching over our model.
+    """Continuous batching over our model, with a prefix cache behind it.
 
-    One loop per engine: it takes waiting turns (prefilling what is new of their histories into the state they go
-    on from), decodes one token for all running sequences, gives finished turns back, and yields to the event loop
-    so that their episodes can run tools and come again. A sequence keeps its slot between turns until released.
+    One loop per engine: each tick asks `schedule` who decodes and which pieces of prompts go along, runs them, draws, and
+    yields to the event loop so that episodes can run tools and come again. A turn holds memory while it runs; when it
+    ends its history stays in the tree, where the next turn, and every other history that begins alike, finds it.
 
-    What a sequence gets, to the last bit, depends on its tokens and its seed and not on its neighbours: sums run over
-    its own history, and tokens are computed in multiples of ROWS (docs/policy.md says where that was seen to hold).
+    What a sequence gets, to the last bit, depends on its tokens and its seed: not on its neighbours, on what was cached,
+    on the pieces of its prefill or on its place in the batch (docs/policy.md says where that was seen to hold).
     """
 
     def __init__(
@@ -113,85 +70,180 @@ class K3Engine:
         stop_token: int,
         num_slots: int,
         max_length: int,
-        max_prefill_tokens: int = 4096,
+        max_batch_tokens: int = 4096,
         lora: LoraConfig | None = None,
+        sizes: MemorySizes | None = None,
+        tokenizer: Tokenizer | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        max_queue: int = MAX_QUEUE,
     ) -> None:
+        """tokenizer: what stop strings are found with. Raises ValueError for sizes under which a turn could wait for ever."""
         self.num_slots = -(-num_slots // ROWS) * ROWS
-        self.model = K3Model(cfg)
+        self.model = build_model(cfg, dtype, device)
         if lora is not None:
             attach_lora(self.model, lora, torch.Generator())
         self.model.requires_grad_(False)
-        self.state = SlotState(cfg, self.num_slots, max_length)
+        self.adapter_set = AdapterSet(self.model)
+        sizes = sizes or MemorySizes()
+        self.memory = EngineMemory(cfg, self.num_slots, max_length, sizes, dtype, device)
+        self.limits = Limits(
+            max_batch_tokens=max(max_batch_tokens, self.num_slots + 15),
+            num_slots=self.num_slots,
+            page_size=sizes.page_size,
+            total_pages=self.memory.cache_config.num_pages,
+            max_length=max_length,
+            max_queue=max_queue,
+        )
         self.stop_token = stop_token
         self.max_length = max_length
-        self.max_prefill_tokens = max_prefill_tokens
-        self.route_dtype = np.uint8 if cfg.num_experts < 255 else np.uint16
+        self.tokenizer = tokenizer
+        self.device = torch.device(device)
         self._step = -1
-        self._sequences: dict[str, _Sequence] = {}
-        self._waiting: dict[str, _Turn] = {}
-        self._running: dict[str, _Turn] = {}
+        self._base_sha256 = ""
+        self._num_loads = 0
+        self._num_arrivals = 0
+        self._turns: dict[str, _Turn] = {}
         self._loop_task: asyncio.Task[None] | None = None
 
     @property
     def policy_step(self) -> int:
         return self._step
 
-    def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        if self._sequences:
-            raise RuntimeError(f"{len(self._sequences)} sequences are open; their states belong to step {self._step}")
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self.adapter_set.names
+
+    @property
+    def stats(self) -> CacheStats:
+        return self.memory.cache.stats
+
+    # Weights
+
+    def load(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        rule: UpdateRule = "drop",
+        base_sha256: str | None = None,
+    ) -> None:
+        """Serve these weights from one token to the next. base_sha256: their digest; without it nothing that they
+        computed is found again once others were loaded. Raises ValueError, and changes nothing, for weights that do not
+        fit and for a `continue` that is not to a later step."""
+        if rule == "continue" and step <= self._step:
+            raise ValueError(f"continue: step {step} must come after {self._step}; use drop or keep")
         load_tensors(self.model, dict(tensors))
-        self._step = step
+        self._num_loads += 1
+        base = base_sha256 or f"load {self._num_loads}"
+        moves = stepped(self.memory.cache.namespaces(), self._step, base, step)
+        if rule != "continue":
+            for turn in self._running():
+                self._requeue(turn, keep=False)
+        else:
+            leases = [turn.lease.namespace for turn in self._running() if turn.lease is not None]
+            moves |= stepped(leases, self._step, base, step)
+        if (self._base_sha256, self._step) != (base, step):
+            self.memory.update(rule, moves)
+        self._base_sha256, self._step = base, step
+
+    def load_adapter(self, name: str, tensors: Mapping[str, Tensor], config: LoraConfig) -> None:
+        """As `Engine.load_adapter`; running turns of an older one of that name begin again from their tokens."""
+        before = self.adapter_set.sha256(name) if name in self.adapters else None
+        self.adapter_set.load(name, tensors, config)
+        if before not in (None, self.adapter_set.sha256(name)):
+            for turn in self._running():
+                if turn.request.adapter == name:
+                    self._requeue(turn, keep=False)
+
+    def unload_adapter(self, name: str) -> None:
+        self.adapter_set.unload(name)
+        for turn in list(self._turns.values()):
+            if turn.request.adapter == name:
+                self._leave(turn)
+                if not turn.done.done():
+                    turn.done.set_exception(UnknownAdapter(f"adapter {name!r} was unloaded while the turn ran"))
 
     def served_tensors(self) -> dict[str, Tensor]:
         """The weights that it computes with, by checkpoint name."""
+        self.adapter_set.activate(None)
         return named_tensors(self.model)
 
+    # Turns
+
     async def generate(self, request: GenerateRequest) -> Generation:
-        name = request.sequence
-        assert self._step >= 0, "load weights first"
-        assert name not in {*self._waiting, *self._running}, f"{name}: its turn is not over"
-        assert request.sampling.max_tokens > 0, name
-        if request.sampling.stop or request.sampling.stop_token_ids:
-            raise ValueError(
-                f"{name}: this engine ends a turn at its stop token {self.stop_token} only: leave stop and stop_token_ids empty"
-            )
-        if len(request.tokens) >= self.max_length:
-            raise ValueError(
-                f"history of {len(request.tokens)} tokens leaves no room below max_length {self.max_length}"
-            )
-        fed = self._sequences[name].fed if name in self._sequences else []
-        goes_on = len(request.tokens) > len(fed) and list(request.tokens[: len(fed)]) == fed
-        assert goes_on, f"{name}: its history does not begin with the {len(fed)} tokens that were fed"
-        turn = _Turn(request, asyncio.get_running_loop().create_future())
-        self._waiting[name] = turn
+        """Raises UnknownAdapter, QueueFull, and ValueError for what could never be answered."""
+        turn = self._admit(request)
+        self._turns[request.sequence] = turn
         self._wake()
         try:
             return await turn.done
         except asyncio.CancelledError:
-            if any(turns.get(name) is turn for turns in (self._waiting, self._running)):
-                self.release(name)  # its slot is ahead of a history that will never hear of this turn
+            if self._turns.get(request.sequence) is turn:
+                self._leave(turn)
             raise
 
     def release(self, sequence: str) -> None:
-        for turns in (self._waiting, self._running):
-            if sequence in turns:
-                turns.pop(sequence).done.cancel()
-        self._sequences.pop(sequence, None)
-        if self._waiting:
-            self._wake()
+        turn = self._turns.get(sequence)
+        if turn is not None:
+            self._leave(turn)
+            turn.done.cancel()
+
+    def _admit(self, request: GenerateRequest) -> _Turn:
+        name, sampling, num_tokens = request.sequence, request.sampling, len(request.tokens)
+        assert self._step >= 0, "load weights first"
+        assert name not in self._turns, f"{name}: its turn is not over"
+        self.adapter_set.sha256(request.adapter)
+        if num_tokens >= self.max_length:
+            raise ValueError(f"history of {num_tokens} tokens leaves no room below max_length {self.max_length}")
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError(f"{name}: this engine has no tokenizer to find stop strings with: leave stop empty")
+        max_new = min(sampling.max_tokens, self.max_length - num_tokens)
+        waiting = Waiting(name, self._num_arrivals, num_tokens, max_new, request.priority)
+        answer = admit(sum(turn.lease is None for turn in self._turns.values()), waiting, self.limits)
+        if isinstance(answer, Refused):
+            raise ValueError(f"{name}: {answer.reason}") if answer.retry_after_s is None else QueueFull(answer.reason)
+        self._num_arrivals += 1
+        return _Turn(
+            request,
+            waiting.arrival,
+            list(request.tokens),
+            num_tokens,
+            max_new,
+            sequence_generator(request.seed, request.num_drawn),
+            StopMatcher(sampling.stop) if sampling.stop else None,
+            asyncio.get_running_loop().create_future(),
+        )
+
+    def _leave(self, turn: _Turn) -> None:
+        """What was computed of its history stays."""
+        del self._turns[turn.request.sequence]
+        if turn.lease is not None:
+            self.memory.give_back(turn.lease, turn.history[: turn.num_fed])
+            turn.lease = None
+
+    def _requeue(self, turn: _Turn, keep: bool) -> None:
+        """Out of the batch, to come again with all its tokens; keep: what was computed of them may be found then."""
+        assert turn.lease is not None
+        self.memory.give_back(turn.lease, turn.history[: turn.num_fed] if keep else ())
+        turn.lease = None
+        turn.max_new -= len(turn.history) - turn.target
+        turn.target, turn.num_fed = len(turn.history), 0
+
+    def _running(self) -> list[_Turn]:
+        return [turn for turn in self._turns.values() if turn.lease is not None]
+
+    # The loop
 
     def _wake(self) -> None:
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = asyncio.create_task(self._loop())
 
     async def _loop(self) -> None:
-        """Runs while a turn can go on; when all that wait need a slot, `release` wakes it. A fault reaches every turn."""
+        """Runs while there are turns. A fault reaches every one of them."""
         try:
-            while True:
-                took, decoded = self._prefill(), self._decode()
-                if not (took or decoded):
-                    return
-                await asyncio.sleep(0)  # finished turns wake their episodes, which may ask again before the next pass
+            while self._turns:
+                self._tick()
+                await asyncio.sleep(0)  # finished turns wake their episodes, which may ask again before the next tick
         except asyncio.CancelledError:
             self._fail(RuntimeError("the engine's loop was stopped"))
             raise
@@ -203,125 +255,236 @@ class K3Engine:
                 raise
 
     def _fail(self, fault: BaseException) -> None:
-        """Give the fault to every turn and forget their sequences, whose states may stand between two positions."""
-        turns = [*self._waiting.values(), *self._running.values()]
-        self._waiting.clear()
-        self._running.clear()
+        """Give the fault to every turn and forget all histories, whose tensors may stand between two positions."""
+        turns = list(self._turns.values())
+        self._turns.clear()
         for turn in turns:
-            self._sequences.pop(turn.request.sequence, None)
+            if turn.lease is not None:
+                self.memory.give_back(turn.lease)
             if not turn.done.done():
                 turn.done.set_exception(fault)
+        self.memory.forget()
 
     @torch.no_grad()
-    def _prefill(self) -> bool:
-        """Feed what is new of the waiting histories that fit; True if there were any."""
-        plan = schedule(self._all_waiting(), self._free_slots(), self.max_prefill_tokens)
-        if not plan.prefill:
-            return False
-        turns, pieces, slots = [], [], []
-        for name, slot in plan.prefill:
-            turn = self._waiting[name]
-            if name not in self._sequences:
-                self.state.reset(slot)
-                self._sequences[name] = _Sequence(slot, sequence_generator(turn.request.seed))
-            turn.first_routed = len(self._sequences[name].fed)
-            pieces.append(list(turn.request.tokens[turn.first_routed :]))
-            turns.append(turn)
-            slots.append(slot)
-        packing = Packing(tuple(len(piece) for piece in pieces))
-        tokens_T = torch.tensor([token for piece in pieces for token in piece])
-        forward = self.model(tokens_T, packing, None, self.state, torch.tensor(slots))
-        routes = _as_routes(forward, self.route_dtype)
-        for turn, start, piece in zip(turns, packing.starts_N.tolist(), pieces, strict=True):
-            name = turn.request.sequence
-            self._sequences[name].fed += piece
-            turn.routes.append(routes[start : start + len(piece)])
-            self._running[name] = self._waiting.pop(name)
-        self._sample(turns, forward.hidden_TD, packing.last_N.tolist())
-        return True
+    def _tick(self) -> None:
+        running = [self._as_running(turn) for turn in self._running()]
+        plan = schedule(self._candidates(), running, self.memory.free, self.limits)
+        for waiting in plan.preempted:
+            self._requeue(self._turns[waiting.sequence], keep=True)
+        for name in plan.grown:
+            lease = self._turns[name].lease
+            assert lease is not None
+            self.memory.grow(lease)
+        for admission in plan.admitted:
+            self._take(self._turns[admission.sequence], admission.num_pages)
+        prefilled = self._prefill(plan.prefill)
+        decoded = self._decode([self._turns[name] for name in plan.decode])
+        rows = [*prefilled, *decoded]
+        if rows:
+            self._draw([turn for turn, _ in rows], torch.stack([hidden_D for _, hidden_D in rows]))
 
-    def _all_waiting(self) -> list[Waiting]:
-        waiting = []
-        for name, turn in self._waiting.items():
-            known = self._sequences.get(name)
-            num_tokens = len(turn.request.tokens) - (len(known.fed) if known else 0)
-            waiting.append(Waiting(name, num_tokens, known.slot if known else None))
-        return waiting
+    def _as_running(self, turn: _Turn) -> Running:
+        assert turn.lease is not None
+        return Running(
+            turn.request.sequence,
+            turn.arrival,
+            turn.target,
+            turn.max_new,
+            min(turn.num_fed, turn.target),
+            len(turn.history) - turn.target,
+            len(turn.lease.pages),
+            turn.request.priority,
+        )
 
-    def _free_slots(self) -> list[int]:
-        used = {sequence.slot for sequence in self._sequences.values()}
-        return [slot for slot in range(self.num_slots) if slot not in used]
+    def _candidates(self) -> list[Waiting]:
+        """The first of those that wait, as many as could be taken, with what the cache has of them.
 
-    @torch.no_grad()
-    def _decode(self) -> bool:
-        """One token for every running turn; True if there were any."""
-        turns = list(self._running.values())
-        if not turns:
-            return False
-        self._close_ranks()
-        slots = [self._sequences[turn.request.sequence].slot for turn in turns]
-        num_rows = -(-(max(slots) + 1) // ROWS) * ROWS
-        tokens_N = torch.zeros(num_rows, dtype=torch.long)
-        is_active_N = torch.zeros(num_rows, dtype=torch.bool)
-        tokens_N[slots] = torch.tensor([turn.drawn[-1].token for turn in turns])
-        is_active_N[slots] = True
-        forward = self.model.decode(tokens_N, self.state, is_active_N)
-        routes = _as_routes(forward, self.route_dtype)
-        for turn, slot in zip(turns, slots, strict=True):
-            self._sequences[turn.request.sequence].fed.append(turn.drawn[-1].token)
-            turn.routes.append(routes[slot : slot + 1])
-        self._sample(turns, forward.hidden_TD, slots)
-        return True
+        One whose next page another one is about to compute waits for that, which is told to leave a checkpoint where the
+        two part.
+        """
+        waiting = sorted((t for t in self._turns.values() if t.lease is None), key=_rank)
+        leaders = {self._next_page(turn, turn.num_fed): turn for turn in self._running() if turn.num_fed < turn.target}
+        found: list[Waiting] = []
+        for turn in waiting:
+            if len(found) >= self.memory.free.slots:
+                break
+            num_cached, _ = self.memory.cache.reach(self._namespace(turn), turn.history[: turn.target])
+            page = self._next_page(turn, num_cached)
+            leader = leaders.setdefault(page, turn) if page is not None else turn
+            if leader is not turn:
+                leader.emits.add(_num_shared(leader.history, turn.history) // self.memory.grid * self.memory.grid)
+                continue
+            name, priority = turn.request.sequence, turn.request.priority
+            found.append(Waiting(name, turn.arrival, turn.target, turn.max_new, priority, num_cached))
+        return found
 
-    def _close_ranks(self) -> None:
-        """Move sequences out of high slots when fewer rows would hold all: a batch reaches to its highest slot."""
-        num_rows = -(-len(self._sequences) // ROWS) * ROWS
-        free = [slot for slot in self._free_slots() if slot < num_rows]
-        for sequence in self._sequences.values():
-            if sequence.slot >= num_rows:
-                target = free.pop(0)
-                self.state.move(sequence.slot, target)
-                sequence.slot = target
+    def _next_page(self, turn: _Turn, start: int) -> tuple[Namespace, tuple[int, ...]] | None:
+        """What tells apart who computes what: the tokens up to the next grid position, if one is left behind it."""
+        end = (start // self.memory.grid + 1) * self.memory.grid
+        return (self._namespace(turn), tuple(turn.history[:end])) if end < turn.target else None
 
-    def _sample(self, turns: Sequence[_Turn], hidden_TD: Tensor, rows: Sequence[int]) -> None:
-        """Draw the next token of each turn from its row."""
-        rounded_up = [*rows, *[rows[0]] * (-len(rows) % ROWS)]
-        logits_NV = self.model.logits(hidden_TD[rounded_up])[: len(rows)]
+    def _namespace(self, turn: _Turn) -> Namespace:
+        adapter = self.adapter_set.sha256(turn.request.adapter)
+        return Namespace(self._base_sha256, adapter, self._step, "", turn.request.tenant)
+
+    def _take(self, turn: _Turn, num_pages: int) -> None:
+        tokens = turn.history[: turn.target]
+        turn.lease, branch = self.memory.take(self._namespace(turn), tokens, num_pages)
+        turn.num_fed = turn.lease.num_cached
+        if turn.num_cached < 0:  # the first time; after a preemption the turn finds itself
+            turn.num_cached = turn.num_fed
+        grid = self.memory.grid
+        # The first serves equal prompts, which leave a token to compute, the second the sequence's own next turn.
+        turn.emits |= {(turn.target - 1) // grid * grid, turn.target // grid * grid, branch or 0}
+
+    # Passes
+
+    def _prefill(self, pieces: Sequence[Piece]) -> list[tuple[_Turn, Tensor]]:
+        """One pass for each adapter; turns whose prompts are complete now, each with its last row."""
+        complete: list[tuple[_Turn, Tensor]] = []
+        for adapter, group in _by_adapter(self._turns[piece.sequence] for piece in pieces).items():
+            ends = {piece.sequence: piece.end for piece in pieces}
+            taken = [(turn, turn.num_fed, ends[turn.request.sequence]) for turn in group]
+            packing = Packing(tuple(end - start for _, start, end in taken), self.device)
+            tokens = [token for turn, start, end in taken for token in turn.history[start:end]]
+            slots_N = torch.tensor([_lease(turn).slot for turn in group], device=self.device)
+            self.adapter_set.activate(adapter)
+            forward = self.model(
+                torch.tensor(tokens, device=self.device),
+                *(packing, None, self.memory.state, slots_N),
+                emits=self._emits(taken),
+            )
+            routes_TLk = self._routes(forward.routed_experts_TLk)
+            first = 0
+            for turn, start, end in taken:
+                lease = _lease(turn)
+                self.memory.write_routes(lease, start, routes_TLk[first : first + end - start])
+                first += end - start
+                turn.num_fed = end
+                if end == turn.target:
+                    self.memory.share(lease, turn.history[:end])
+                    complete.append((turn, forward.hidden_TD[first - 1]))
+        return complete
+
+    def _emits(self, taken: Sequence[tuple[_Turn, int, int]]) -> list[Emit]:
+        emits: list[Emit] = []
+        for n, (turn, start, end) in enumerate(taken):
+            for position in sorted(at for at in turn.emits if start < at <= end):
+                checkpoint = self.memory.lend_checkpoint(_lease(turn), position)
+                if checkpoint is not None:
+                    emits.append(Emit(n, position, checkpoint))
+        return emits
+
+    def _decode(self, turns: Sequence[_Turn]) -> list[tuple[_Turn, Tensor]]:
+        """One token for each, in one pass for each adapter; each turn with its row."""
+        decoded: list[tuple[_Turn, Tensor]] = []
+        self.memory.close_ranks(-(-len(self._running()) // ROWS) * ROWS)
+        num_rows = -(-self.memory.num_slots_used // ROWS) * ROWS
+        for adapter, group in _by_adapter(turns).items():
+            slots = [_lease(turn).slot for turn in group]
+            tokens_N = torch.zeros(num_rows, dtype=torch.long)
+            is_active_N = torch.zeros(num_rows, dtype=torch.bool)
+            tokens_N[slots] = torch.tensor([turn.history[turn.num_fed] for turn in group])
+            is_active_N[slots] = True
+            self.adapter_set.activate(adapter)
+            forward = self.model.decode(
+                tokens_N.to(self.device), self.memory.state, is_active_N.to(self.device, non_blocking=True)
+            )
+            routes_TLk = self._routes(forward.routed_experts_TLk)
+            for turn, slot in zip(group, slots, strict=True):
+                lease = _lease(turn)
+                self.memory.write_routes(lease, turn.num_fed, routes_TLk[slot : slot + 1])
+                turn.num_fed += 1
+                if turn.num_fed % self.memory.grid == 0:
+                    self.memory.roll_checkpoint(lease, turn.num_fed)
+                decoded.append((turn, forward.hidden_TD[slot]))
+        return decoded
+
+    def _routes(self, routes_TLk: Tensor) -> np.ndarray:
+        return routes_TLk.cpu().numpy().astype(self.memory.route_dtype)
+
+    def _draw(self, turns: Sequence[_Turn], hidden_ND: Tensor) -> None:
+        """The next token of each turn from its row."""
+        padded_MD = torch.cat([hidden_ND, hidden_ND[:1].expand(-len(turns) % ROWS, -1)])
+        logits_NV = torch.empty(len(padded_MD), self.model.cfg.vocab_size)
+        for adapter, group in _by_adapter(turns).items():
+            self.adapter_set.activate(adapter)
+            logits = self.model.logits(padded_MD)
+            if len(group) == len(turns):
+                logits_NV = logits
+            else:
+                rows = [n for n, turn in enumerate(turns) if turn.request.adapter == adapter]
+                logits_NV = logits_NV.to(logits)
+                logits_NV[rows] = logits[rows]
+        logits_NV = logits_NV[: len(turns)]
         if not torch.isfinite(logits_NV).all():
             raise FloatingPointError(f"the logits of step {self._step} are not finite")
-        uniform_N = [self._sequences[turn.request.sequence].generator.random() for turn in turns]
-        draws = sample(logits_NV, [turn.request.sampling for turn in turns], uniform_N)
-        columns = (draws.tokens_N.tolist(), draws.logprobs_N.tolist(), draws.raw_logprobs_N.tolist())
-        for turn, token, logprob, raw_logprob in zip(turns, *columns, strict=True):
-            drawn = SampledToken(token, logprob, raw_logprob, self._step)
+        draws = sample(logits_NV, [turn.request.sampling for turn in turns], [t.generator.random() for t in turns])
+        columns = (draws.tokens_N.tolist(), draws.logprobs_N.tolist(), draws.raw_logprobs_N.tolist(), draws.supports)
+        for turn, token, logprob, raw_logprob, support in zip(turns, *columns, strict=True):
+            drawn = SampledToken(token, logprob, raw_logprob, self._step, support)
+            turn.history.append(token)
             turn.drawn.append(drawn)
             if turn.request.on_token is not None:
                 turn.request.on_token(drawn)
             self._finish_if_done(turn)
 
     def _finish_if_done(self, turn: _Turn) -> None:
-        stop: Literal["end_of_turn", "max_tokens", "max_length"]
-        if turn.drawn[-1].token == self.stop_token:
+        token = turn.history[-1]
+        stop: Stop
+        if token == self.stop_token:
             stop = "end_of_turn"
+        elif self._is_stopped(turn, token):
+            stop = "stop"
         elif len(turn.drawn) >= turn.request.sampling.max_tokens:
             stop = "max_tokens"
-        elif len(turn.request.tokens) + len(turn.drawn) >= self.max_length:
+        elif len(turn.history) >= self.max_length:
             stop = "max_length"
         else:
             return
-        del self._running[turn.request.sequence]
+        drawn = turn.drawn
+        routes_TLk = self.memory.read_routes(_lease(turn), turn.num_fed)
+        self._leave(turn)
         generation = Generation(
-            tokens_T=np.array([drawn.token for drawn in turn.drawn], dtype=np.int32),
-            logprobs_T=np.array([drawn.logprob for drawn in turn.drawn], dtype=np.float32),
-            policy_step_T=np.array([drawn.policy_step for drawn in turn.drawn], dtype=np.int32),
-            first_routed=turn.first_routed,
-            routed_experts_TLk=np.concatenate(turn.routes),
+            tokens_T=np.array([each.token for each in drawn], dtype=np.int32),
+            logprobs_T=np.array([each.logprob for each in drawn], dtype=np.float32),
+            raw_logprobs_T=np.array([each.raw_logprob for each in drawn], dtype=np.float32),
+            policy_step_T=np.array([each.policy_step for each in drawn], dtype=np.int32),
+            supports=tuple(each.support for each in drawn),
+            num_cached=turn.num_cached,
+            routed_experts_TLk=routes_TLk,
             routed_layers=self.model.cfg.routed_layers,
             stop=stop,
+            matched=turn.matched,
         )
         if not turn.done.done():
             turn.done.set_result(generation)
 
+    def _is_stopped(self, turn: _Turn, token: int) -> bool:
+        if token in turn.request.sampling.stop_token_ids:
+            turn.matched = token
+        elif turn.matcher is not None:
+            assert self.tokenizer is not None
+            turn.matcher.feed(self.tokenizer.decode_bytes([token]))
+            turn.matched = turn.matcher.stop
+        return turn.matched is not None
 
-def _as_routes(forward: Forward, dtype: type[np.unsignedinteger]) -> np.ndarray:
-    return forward.routed_experts_TLk.numpy().astype(dtype)
+
+def _lease(turn: _Turn) -> Lease:
+    assert turn.lease is not None, turn.request.sequence
+    return turn.lease
+
+
+def _rank(turn: _Turn) -> tuple[int, int]:
+    return turn.request.priority, turn.arrival
+
+
+def _by_adapter(turns: Iterable[_Turn]) -> dict[str | None, list[_Turn]]:
+    groups: dict[str | None, list[_Turn]] = {}
+    for turn in turns:
+        groups.setdefault(turn.request.adapter, []).append(turn)
+    return groups
+
+
+def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

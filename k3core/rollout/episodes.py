@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from k3core.chat import PLAIN, ChatSettings, History, MalformedTurn, chat_format
+from k3core.chat import PLAIN, ChatFormat, ChatSettings, History, MalformedTurn, chat_format
 from k3core.envs.environment import Environment, InfrastructureError, Limits
-from k3core.rollout.engine import Engine, GenerateRequest, Generation
+from k3core.rollout.protocol import Engine, GenerateRequest, Generation
 from k3core.tokenizer import Tokenizer
-from k3core.types import Prompt, SamplingParams, StopReason, Trajectory
+from k3core.types import Message, Prompt, SamplingParams, StopReason, Supports, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +101,24 @@ async def run_episode(
                 room = limits.max_tokens - len(recorder.history)
                 turn_limit = min(sampling.max_tokens, limits.max_turn_tokens)
                 turn_sampling = replace(sampling, max_tokens=min(turn_limit, room))
-                request = GenerateRequest(sequence, recorder.history.tokens, turn_sampling, spec.seed)
+                request = GenerateRequest(
+                    sequence, recorder.history.tokens, turn_sampling, spec.seed, num_drawn=recorder.num_drawn
+                )
                 generation = await engine.generate(request)
                 recorder.append(generation)
-                if generation.stop != "end_of_turn":
+                if generation.stop not in ("end_of_turn", "stop"):
                     is_turn_limit = generation.stop == "max_tokens" and turn_limit < room
                     stop = "max_turn_tokens" if is_turn_limit else "max_tokens"
                     break
                 try:
-                    turn = chat.parse_turn(generation.tokens_T.tolist(), settings.thinking)
+                    turn, closing = _read_turn(chat, generation, settings.thinking)
                 except MalformedTurn:
                     stop = "parse_error"
                     break
+                if len(recorder.history) + len(closing) > limits.max_tokens:
+                    stop = "max_tokens"
+                    break
+                recorder.history.append_context(closing)
                 results, stop = episode.step(turn)
                 if stop is None:
                     context = [*chat.render_tool_results(results, turn.tool_calls), *stub]
@@ -132,12 +138,25 @@ async def run_episode(
     return recorder.trajectory(spec, sampling, stop, num_tool_calls, deliverables, error)
 
 
+def _read_turn(chat: ChatFormat, generation: Generation, thinking: bool) -> tuple[Message, list[int]]:
+    """The turn, and the context that closes it: one that a stop of the sampling ended has not said its own end.
+
+    Raises MalformedTurn for what is no turn even with an end.
+    """
+    closing = [chat.stop_token] if generation.stop == "stop" else []
+    return chat.parse_turn([*generation.tokens_T.tolist(), *closing], thinking), closing
+
+
 class _Recorder:
     """Token by token, what an episode was made of and where each piece came from."""
 
     def __init__(self) -> None:
         self.history = History()
         self.generations: list[tuple[int, Generation]] = []
+
+    @property
+    def num_drawn(self) -> int:
+        return sum(len(generation.tokens_T) for _, generation in self.generations)
 
     def append(self, generation: Generation) -> None:
         self.generations.append((len(self.history), generation))
@@ -153,18 +172,29 @@ class _Recorder:
         error: str | None,
     ) -> Trajectory:
         T = len(self.history)
-        logprobs_T = np.zeros(T, dtype=np.float32)
+        logprobs_T, raw_logprobs_T = np.zeros(T, dtype=np.float32), np.zeros(T, dtype=np.float32)
+        supports: list[np.ndarray | None] = [None] * T
         policy_step_T = np.full(T, -1, dtype=np.int32)
         routes_TLk = np.zeros((T, 0, 0), dtype=np.uint8)
         if self.generations:
             first = self.generations[0][1].routed_experts_TLk
             routes_TLk = np.full((T, *first.shape[1:]), np.iinfo(first.dtype).max, dtype=first.dtype)
+        num_routed = 0
+        # An engine may have nothing to say of these; half a record would be none.
+        has_raw = all(len(g.raw_logprobs_T) == len(g.tokens_T) for _, g in self.generations)
+        has_supports = all(len(g.supports) == len(g.tokens_T) for _, g in self.generations)
         for start, generation in self.generations:
             end = start + len(generation.tokens_T)
             logprobs_T[start:end] = generation.logprobs_T
             policy_step_T[start:end] = generation.policy_step_T
-            first_routed = generation.first_routed
-            routes_TLk[first_routed : first_routed + len(generation.routed_experts_TLk)] = generation.routed_experts_TLk
+            if has_raw:
+                raw_logprobs_T[start:end] = generation.raw_logprobs_T
+            if has_supports:
+                supports[start:end] = generation.supports
+            # Those of earlier turns come again, perhaps from newer weights; what drew the next token is what counts.
+            routes = generation.routed_experts_TLk
+            routes_TLk[num_routed : len(routes)] = routes[num_routed:]
+            num_routed = max(num_routed, len(routes))
         return Trajectory(
             prompt_id=spec.prompt.id,
             sample=spec.sample,
@@ -181,4 +211,6 @@ class _Recorder:
             routed_layers=self.generations[0][1].routed_layers if self.generations else (),
             deliverables=deliverables,
             error=error,
+            raw_logprobs_T=raw_logprobs_T if has_raw else None,
+            supports=Supports.of_rows(supports) if has_supports else None,
         )

@@ -121,16 +121,10 @@ def draw(logprobs_NV: Tensor, uniform_N: Sequence[float]) -> Tensor:
     return (cumulative_NV <= u_N1).sum(-1)
 
 
-def sequence_generator(seed: int) -> np.random.Generator:
-    """A counter-based stream of one sequence: what it draws depends on its seed and on how many tokens it has."""
-    return np.random.Generator(np.random.Philox(key=seed))
-
-
-def uniform(seed: int, index: int) -> float:
-    """Number `index` (from 0) of `sequence_generator(seed)`'s doubles in [0, 1), without the ones before it.
-
-    A sequence that is retried or resumed with `index` tokens drawn goes on as it would have, with no state to keep.
-    """
-    block, word = divmod(index, WORDS_PER_BLOCK)
-    words = np.random.Philox(key=seed, counter=block).random_raw(WORDS_PER_BLOCK)
-    return float((int(words[word]) >> 11) * 2.0**-53)
+def sequence_generator(seed: int, num_drawn: int = 0) -> np.random.Generator:
+    """A counter-based stream of one sequence, from number `num_drawn` on: what it draws depends on its seed and on how
+    many tokens it has drawn, so one that is retried or resumed goes on as it would have."""
+    block, word = divmod(num_drawn, WORDS_PER_BLOCK)
+    generator = np.random.Generator(np.random.Philox(key=seed, counter=block))
+    generator.random(word)
+    return generator

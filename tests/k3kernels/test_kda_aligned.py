@@ -55,7 +55,7 @@ def test_any_pieces_give_the_bits_of_the_whole_pass(dtype: torch.dtype, bound: f
         piece = [torch.zeros(N, length, *x.shape[2:], dtype=x.dtype) for x in inputs]
         for part, x in zip(piece, inputs, strict=True):
             part[:, num_seen : num_seen + end - start] = x[:, start:end]
-        o, state, seen = kda_aligned_from(*piece, state, seen, full(num_seen), full(end - start), bound, SCALE)
+        o, state, seen, _ = kda_aligned_from(*piece, state, seen, full(num_seen), full(end - start), bound, SCALE)
         assert torch.equal(o[:, num_seen : num_seen + end - start], want[:, start:end]), (start, end)
 
 

@@ -35,7 +35,8 @@ class Match:
     pages cover num_tokens; checkpoint (None: num_tokens is 0) holds the state at exactly num_tokens.
     kv_tokens is how far latent rows alone reach; branch_target (None: nothing to gain) is where the coming prefill
     should leave a checkpoint. copies are made in order; where is_staged, nothing of the hit may be read before
-    `restored(lock, ...)`. stale_tokens of the hit stem from weights older than the namespace's.
+    `restored(lock, ...)`. stale_tokens of the hit stem from weights older than the namespace's, the oldest of them from
+    policy oldest_step.
     """
 
     num_tokens: int
@@ -46,6 +47,7 @@ class Match:
     copies: tuple[Copy, ...]
     lock: int
     stale_tokens: int
+    oldest_step: int
 
     @property
     def is_staged(self) -> bool:

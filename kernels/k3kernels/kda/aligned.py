@@ -16,6 +16,7 @@ one or two rows by other kernels than more, so a single row travels in a tile of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,11 +79,12 @@ def kda_aligned_from(
     num_new_N: Tensor,
     lower_bound: float | None,
     scale: float,
-) -> tuple[Tensor, Tensor, ChunkRows]:
+    emit: Sequence[tuple[int, int]] = (),
+) -> tuple[Tensor, Tensor, ChunkRows, list[Tensor]]:
     """Sequences that go on in mid-chunk: the first num_seen rows of L stand for `seen` and hold zeros.
 
     Returns o [N, L, H, V] (rows that were seen are undefined), the state at the start of the chunk in which each sequence
-    ends, and what it has seen of that one.
+    ends, what it has seen of that one, and for each (sequence, number of chunks) of `emit` the state [H, K, V] after them.
     """
     N, L = q_NLHK.shape[:2]
     C, wide, device = CHUNK, state_NHKV.dtype, q_NLHK.device
@@ -117,6 +119,7 @@ def kda_aligned_from(
     num_full_N = (num_seen_N + num_new_N) // C
     S = kept = state_NHKV
     outputs, us = [], []
+    emitted: dict[tuple[int, int], Tensor] = {}
     for c in range(num_chunks):
         from_state = both[:, :, c] @ S
         b = beta[:, :, c] * (v[:, :, c] - from_state[..., :C, :])
@@ -129,11 +132,13 @@ def kda_aligned_from(
         us.append(u)
         S = decay[:, :, c] * S + to_end[:, :, c] @ u
         kept = torch.where((num_full_N == c + 1)[:, None, None, None], S, kept)
+        emitted |= {(n, chunks): S[n] for n, chunks in emit if chunks == c + 1}
     o = torch.cat(outputs, 2).transpose(1, 2).to(v_NLHV.dtype)
     # A sequence that ends with a chunk has seen nothing of the next one: any rows will do.
     last_N = num_full_N.clamp(max=num_chunks - 1)
     numbers_N = torch.arange(N, device=device)
-    return o, kept, ChunkRows(*(x[numbers_N, :, last_N] for x in (k, G, back, torch.stack(us, 2))))
+    rows = ChunkRows(*(x[numbers_N, :, last_N] for x in (k, G, back, torch.stack(us, 2))))
+    return o, kept, rows, [emitted[each] for each in emit]
 
 
 def kda_aligned_step(

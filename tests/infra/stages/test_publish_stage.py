@@ -24,7 +24,8 @@ from infra.stages.publish import publish_step
 from infra.stages.record import read_record
 from k3core.checkpoint.tensors import from_torch, to_safetensors, weights_sha256
 from k3core.rl.trainer import Trainer
-from k3core.rollout.engine import GenerateRequest, K3Engine
+from k3core.rollout.engine import K3Engine
+from k3core.rollout.protocol import GenerateRequest
 from k3core.types import PolicyVersion, Ref, SamplingParams
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)

@@ -18,7 +18,8 @@ from k3core.model.state import SlotState
 from k3core.model.weights import is_adapter_tensor
 from k3core.rl.optim import OptimConfig
 from k3core.rl.trainer import Trainer
-from k3core.rollout.engine import GenerateRequest, K3Engine
+from k3core.rollout.engine import K3Engine
+from k3core.rollout.protocol import GenerateRequest
 from k3core.types import SamplingParams
 from k3kernels.packing import Packing
 

@@ -19,7 +19,7 @@ from k3core.model.config import K3Config
 from k3core.rl.optim import OptimConfig
 from k3core.rl.supervised import Demonstration, demonstration, supervised_step, warmup_cosine
 from k3core.rl.trainer import Trainer
-from k3core.rollout.engine import GenerateRequest, Generation
+from k3core.rollout.protocol import GenerateRequest, Generation
 from k3core.rollout.episodes import EpisodeSpec, rollout
 from k3core.tokenizer import Tokenizer
 from k3core.types import Message, SamplingParams, Trajectory
@@ -44,7 +44,9 @@ class ScriptedEngine:
         return Generation(
             np.array(tokens, np.int32),
             np.zeros(n, np.float32),
+            np.zeros(n, np.float32),
             np.zeros(n, np.int32),
+            (None,) * n,
             0,
             np.zeros((len(request.tokens) + n - 1, 1, 2), np.uint8),
             ("layers.1.block_sparse_moe",),

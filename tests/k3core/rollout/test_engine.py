@@ -18,11 +18,15 @@ from torch import Tensor
 
 from k3core.model.config import K3Config
 from k3core.model.model import ROWS, K3Model
+from k3core.model.state import PAGE
 from k3core.model.weights import load_tensors, named_tensors
 from k3core.rl.optim import OptimConfig
 from k3core.rl.trainer import Trainer
-from k3core.rollout.engine import GenerateRequest, Generation, K3Engine
+from k3core.rollout.engine import K3Engine
+from k3core.rollout.protocol import GenerateRequest, Generation
+from k3core.rollout.scheduling import Free
 from k3core.types import SamplingParams
+from k3kernels.kda import CHUNK
 from k3kernels.packing import Packing
 
 RandomModel = Callable[[K3Config], K3Model]
@@ -74,7 +78,12 @@ class Played:
 
     @property
     def routes(self) -> np.ndarray:
-        return np.concatenate([turn.routed_experts_TLk for turn in self.turns])
+        """Of every input; each turn tells them all again."""
+        return self.turns[-1].routed_experts_TLk
+
+    @property
+    def num_drawn(self) -> int:
+        return sum(len(turn.tokens_T) for turn in self.turns)
 
 
 async def play(
@@ -88,7 +97,8 @@ async def play(
     for turn in range(num_turns):
         if turn:
             played.tokens += rng.integers(0, STOP, int(rng.integers(1, 9))).tolist()
-        generation = await engine.generate(request(f"s{seed}", played.tokens, seed, max_tokens, temperature))
+        asked = request(f"s{seed}", played.tokens, seed, max_tokens, temperature)
+        generation = await engine.generate(replace(asked, num_drawn=played.num_drawn))
         played.sampled += range(len(played.tokens), len(played.tokens) + len(generation.tokens_T))
         played.tokens += generation.tokens_T.tolist()
         played.turns.append(generation)
@@ -153,7 +163,7 @@ def test_logprobs_of_every_sampled_token_equal_the_trainers_with_replayed_routes
         logprobs_M = trainer.logprobs(tokens_T, packing, target_M, torch.from_numpy(replay_TLk), temperature)
     reported_M = np.concatenate([p.logprobs for p in played])
     assert len(reported_M) > 100
-    np.testing.assert_allclose(reported_M, logprobs_M.numpy(), rtol=0, atol=1e-5)
+    assert np.array_equal(reported_M, logprobs_M.numpy())
 
 
 @pytest.mark.parametrize("num_others", [5, 40])
@@ -183,23 +193,21 @@ def test_another_seed_gives_another_trajectory(make_engine: MakeEngine) -> None:
     assert a.tokens_T.tolist() != b.tokens_T.tolist()
 
 
-def test_routes_cover_every_input_once_and_are_those_of_a_full_forward_pass(
+def test_routes_cover_every_input_and_are_those_of_a_full_forward_pass(
     cfg: K3Config, random_model: RandomModel, make_engine: MakeEngine
 ) -> None:
     engine = make_engine()
     for played in asyncio.run(gather(*[play(engine, seed) for seed in range(5)])):
-        end = 0
-        for turn in played.turns:
-            assert turn.first_routed == end
-            end += len(turn.routed_experts_TLk)
         T = len(played.tokens)
-        assert end == T - 1
+        for turn, next_turn in itertools.pairwise(played.turns):
+            routes = turn.routed_experts_TLk
+            assert np.array_equal(routes, next_turn.routed_experts_TLk[: len(routes)])
         with torch.no_grad():
             full = random_model(cfg)(torch.tensor(played.tokens), Packing((T,)))
         assert np.array_equal(played.routes, full.routed_experts_TLk[:-1].numpy())
 
 
-def test_a_later_turn_prefills_only_what_is_new(make_engine: MakeEngine) -> None:
+def test_a_later_turn_prefills_only_what_lies_behind_the_last_checkpoint(make_engine: MakeEngine) -> None:
     engine = make_engine(stop_token=-1)
 
     async def two_turns() -> None:
@@ -209,7 +217,7 @@ def test_a_later_turn_prefills_only_what_is_new(make_engine: MakeEngine) -> None
 
     with prefills(engine) as pieces:
         asyncio.run(two_turns())
-    assert [lengths[0] for lengths in pieces] == [40, 3]  # the last token of a turn has not been an input yet
+    assert [lengths[0] for lengths in pieces] == [40, 48 - 45 // PAGE * PAGE]  # 45 have been inputs
 
 
 def test_turns_end_at_the_stop_token_the_token_limit_or_the_sequence_limit(make_engine: MakeEngine) -> None:
@@ -262,10 +270,10 @@ def test_every_token_names_the_policy_step_that_drew_it(
 
 
 def test_more_sequences_than_slots_all_finish(make_engine: MakeEngine) -> None:
-    engine = make_engine(max_prefill_tokens=64)
+    engine = make_engine(max_batch_tokens=64)
     played = asyncio.run(gather(*[play(engine, seed, num_turns=2) for seed in range(3 * ROWS + 1)]))
     assert all(len(p.turns) == 2 for p in played)
-    engine.load(STEP, engine.served_tensors())  # nothing is open any more
+    assert engine.memory.free == Free(engine.limits.total_pages, engine.num_slots)
 
 
 def test_a_finished_sequence_leaves_and_a_waiting_one_enters_while_others_run(make_engine: MakeEngine) -> None:
@@ -282,32 +290,31 @@ def test_a_finished_sequence_leaves_and_a_waiting_one_enters_while_others_run(ma
     assert finished[:2] == ["short", "waiting"]
 
 
-def test_a_prefill_keeps_within_its_budget(make_engine: MakeEngine) -> None:
-    engine = make_engine(max_prefill_tokens=60)
+def test_a_tick_keeps_within_its_budget_and_cuts_long_prompts_to_it(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_batch_tokens=60)
     lengths = [50, 5, 70, 20, 20, 20, 1]
+    requests = [request(f"s{n}", some_tokens(n, length)) for n, length in enumerate(lengths)]
     with prefills(engine) as pieces:
-        asyncio.run(
-            gather(*[engine.generate(request(f"s{n}", some_tokens(n, length))) for n, length in enumerate(lengths)])
-        )
-    assert pieces == [(50, 5), (70,), (20, 20, 20), (1,)]
+        together = asyncio.run(gather(*map(engine.generate, requests)))
+    assert all(sum(piece) <= 60 for piece in pieces)
+    assert sum(map(sum, pieces)) == sum(lengths)
+    assert any(n % CHUNK for piece in pieces for n in piece), "no prompt was cut in mid-chunk"
+    alone = [asyncio.run(make_engine().generate(turn)) for turn in requests]
+    for a, b in zip(together, alone, strict=True):
+        assert np.array_equal(a.logprobs_T, b.logprobs_T)
+        assert np.array_equal(a.tokens_T, b.tokens_T)
 
 
-def test_a_turn_that_waits_for_a_slot_sleeps_until_one_is_released(make_engine: MakeEngine) -> None:
+def test_no_loop_runs_while_no_turn_is_open(make_engine: MakeEngine) -> None:
     engine = make_engine()
 
-    async def run() -> Generation:
-        for n in range(ROWS):
-            await engine.generate(request(f"open{n}", [1, 2, 3]))
-        waiting = asyncio.create_task(engine.generate(request("waiting", [4, 5])))
-        for _ in range(50):
+    async def run() -> int:
+        await engine.generate(request("s", [1, 2, 3]))
+        for _ in range(3):
             await asyncio.sleep(0)
-        assert not waiting.done()
-        assert len(asyncio.all_tasks()) == 2  # this one and the waiting one: no loop spins
-        engine.release("open7")
-        return await asyncio.wait_for(waiting, timeout=30)
+        return len(asyncio.all_tasks())
 
-    alone = asyncio.run(make_engine().generate(request("waiting", [4, 5])))
-    assert asyncio.run(run()).tokens_T.tolist() == alone.tokens_T.tolist()
+    assert asyncio.run(run()) == 1
 
 
 def test_an_engine_outlives_its_event_loops(make_engine: MakeEngine) -> None:
@@ -317,17 +324,6 @@ def test_an_engine_outlives_its_event_loops(make_engine: MakeEngine) -> None:
 
 
 # Weights
-
-
-def test_weights_are_not_changed_under_an_open_sequence(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    asyncio.run(engine.generate(request("s", [1, 2, 3])))
-    with pytest.raises(RuntimeError, match="1 sequences are open; their states belong to step 4"):
-        engine.load(5, engine.served_tensors())
-    assert engine.policy_step == STEP
-    engine.release("s")
-    engine.load(5, engine.served_tensors())
-    assert engine.policy_step == 5
 
 
 def test_new_weights_meet_no_state_of_old_ones(
@@ -396,7 +392,7 @@ def test_a_signal_that_comes_while_the_model_runs_ends_the_turns_with_what_its_h
         signal.signal(signal.SIGTERM, before)
         handle.remove()
     assert [type(result) for result in results] == [Terminated] * 3
-    assert not engine._sequences
+    assert not engine._turns
 
 
 def test_a_fault_forgets_its_sequences_whose_states_may_be_torn(make_engine: MakeEngine) -> None:
@@ -459,14 +455,6 @@ def test_releasing_a_running_sequence_cancels_its_turn(make_engine: MakeEngine) 
     assert_same(other, asyncio.run(play(make_engine(stop_token=-1), 1)))
 
 
-def test_a_history_that_rewrites_what_was_fed_is_refused(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    first = asyncio.run(engine.generate(request("s", [1, 2, 3])))
-    for history in ([1, 2, 4, *first.tokens_T.tolist(), 9], [1, 2, 3]):
-        with pytest.raises(AssertionError, match="does not begin with"):
-            asyncio.run(engine.generate(request("s", history)))
-
-
 def test_a_history_without_room_for_a_token_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine(max_length=10)
     with pytest.raises(ValueError, match="10 tokens leaves no room below max_length 10"):
@@ -474,14 +462,20 @@ def test_a_history_without_room_for_a_token_is_refused(make_engine: MakeEngine) 
     assert len(asyncio.run(engine.generate(request("s", [1] * 9))).tokens_T) == 1
 
 
-@pytest.mark.parametrize("stops", [{"stop": ("end",)}, {"stop_token_ids": (3,)}])
-def test_stops_that_the_engine_cannot_keep_are_refused_and_not_ignored(
-    make_engine: MakeEngine, stops: dict[str, tuple[str | int, ...]]
-) -> None:
+def test_a_stop_string_without_a_tokenizer_is_refused_and_not_ignored(make_engine: MakeEngine) -> None:
     asked = request("s", [1, 2, 3])
-    asked = replace(asked, sampling=replace(asked.sampling, **stops))
-    with pytest.raises(ValueError, match="leave stop and stop_token_ids empty"):
+    asked = replace(asked, sampling=replace(asked.sampling, stop=("end",)))
+    with pytest.raises(ValueError, match="no tokenizer to find stop strings with"):
         asyncio.run(make_engine().generate(asked))
+
+
+def test_a_stop_id_ends_a_turn_and_belongs_to_it(make_engine: MakeEngine) -> None:
+    asked = request("s", [1, 2, 3], max_tokens=40)
+    free = asyncio.run(make_engine(stop_token=-1).generate(asked)).tokens_T.tolist()
+    asked = replace(asked, sampling=replace(asked.sampling, stop_token_ids=(61, free[7])))
+    ended = asyncio.run(make_engine(stop_token=-1).generate(asked))
+    assert (ended.stop, ended.matched) == ("stop", free[7])
+    assert ended.tokens_T.tolist() == free[: free.index(free[7]) + 1]
 
 
 def test_sequences_close_ranks_when_others_leave_and_keep_their_bits(
@@ -489,13 +483,13 @@ def test_sequences_close_ranks_when_others_leave_and_keep_their_bits(
 ) -> None:
     engine = make_engine(num_slots=3 * ROWS, stop_token=-1)
     moves: list[tuple[int, int]] = []
-    move = engine.state.move
+    move = engine.memory.state.move
 
     def record(source: int, target: int) -> None:
         moves.append((source, target))
         move(source, target)
 
-    monkeypatch.setattr(engine.state, "move", record)
+    monkeypatch.setattr(engine.memory.state, "move", record)
 
     async def run() -> Played:
         brief = [request(f"brief{n}", [1, 2, n % 7], max_tokens=4) for n in range(2 * ROWS)]

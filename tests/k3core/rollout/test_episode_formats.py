@@ -13,8 +13,8 @@ from k3core.chat import ChatFormat, ChatSettings, chat_format
 from k3core.envs.contracts import ContractsEnvironment, generate
 from k3core.envs.environment import Limits
 from k3core.rl.supervised import demonstration
-from k3core.rollout.engine import GenerateRequest, Generation
 from k3core.rollout.episodes import EpisodeSpec, run_episode
+from k3core.rollout.protocol import GenerateRequest, Generation
 from k3core.tokenizer import Tokenizer
 from k3core.types import Message, SamplingParams, ToolCall, Trajectory
 
@@ -36,7 +36,9 @@ class Says:
             tokens_T=np.array(tokens, dtype=np.int32),
             logprobs_T=np.zeros(len(tokens), dtype=np.float32),
             policy_step_T=np.zeros(len(tokens), dtype=np.int32),
-            first_routed=0,
+            raw_logprobs_T=np.zeros(0, np.float32),
+            supports=(),
+            num_cached=0,
             routed_experts_TLk=np.zeros((0, 1, 1), dtype=np.uint8),
             routed_layers=("layers.1.block_sparse_moe",),
             stop="end_of_turn" if tokens[-1] == self._end_of_turn else "max_tokens",

@@ -18,8 +18,9 @@ from k3core.envs.environment import InfrastructureError, Limits
 from k3core.model.config import K3Config
 from k3core.model.model import K3Model
 from k3core.model.weights import named_tensors
-from k3core.rollout.engine import GenerateRequest, Generation, K3Engine
+from k3core.rollout.engine import K3Engine
 from k3core.rollout.episodes import EpisodeSpec, rollout, run_episode, trajectory_seed
+from k3core.rollout.protocol import GenerateRequest, Generation
 from k3core.tokenizer import Tokenizer
 from k3core.types import Message, Prompt, SamplingParams, ToolCall, Trajectory
 
@@ -43,7 +44,6 @@ class ScriptedEngine:
     requests: list[GenerateRequest] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     most_at_once: int = 0
-    _fed: dict[str, int] = field(default_factory=dict)
     _turn: dict[str, int] = field(default_factory=dict)
     _open: set[str] = field(default_factory=set)
 
@@ -61,14 +61,15 @@ class ScriptedEngine:
         if isinstance(said, Exception):
             raise said
         tokens = said[: request.sampling.max_tokens]
-        first, start = self._fed.get(name, 0), len(request.tokens)
-        self._fed[name] = end = start + len(tokens) - 1
+        start = len(request.tokens)
         return Generation(
             tokens_T=np.array(tokens, dtype=np.int32),
             logprobs_T=-np.arange(start, start + len(tokens), dtype=np.float32),
             policy_step_T=np.full(len(tokens), self.policy_step, dtype=np.int32),
-            first_routed=first,
-            routed_experts_TLk=np.arange(first, end, dtype=np.uint16).reshape(-1, 1, 1),
+            raw_logprobs_T=-0.5 - np.arange(start, start + len(tokens), dtype=np.float32),
+            supports=(None,) * len(tokens),
+            num_cached=0,
+            routed_experts_TLk=np.arange(start + len(tokens) - 1, dtype=np.uint16).reshape(-1, 1, 1),
             routed_layers=("layers.1.block_sparse_moe",),
             stop="end_of_turn" if tokens[-1] == self.end_of_turn else "max_tokens",
         )

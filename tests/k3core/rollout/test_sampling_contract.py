@@ -11,7 +11,7 @@ import torch
 import zstandard
 
 from infra import records
-from k3core.rollout.sampling import sample, sampling_logprobs, sequence_generator, uniform
+from k3core.rollout.sampling import sample, sampling_logprobs, sequence_generator
 from k3core.rollout.sampling_rules import problems, reproducible
 from k3core.types import SamplingParams
 
@@ -40,7 +40,7 @@ def test_temperature_alone_keeps_the_bits_of_log_softmax() -> None:
 
 def test_a_row_does_not_depend_on_the_other_rows() -> None:
     logits_NV, params = logits(64), [MIXED[n % len(MIXED)] for n in range(64)]
-    u_N = [uniform(3, n) for n in range(64)]
+    u_N = [sequence_generator(3, n).random() for n in range(64)]
     together = sample(logits_NV, params, u_N)
     for n in range(64):
         others_NV = logits(32, seed=n + 1)
@@ -56,7 +56,7 @@ def test_a_row_does_not_depend_on_the_other_rows() -> None:
 @pytest.mark.parametrize("params", MIXED)
 def test_the_support_is_where_the_distribution_is_not_zero(params: SamplingParams) -> None:
     logits_NV = logits(32)
-    draws = sample(logits_NV, [params] * 32, [uniform(1, n) for n in range(32)])
+    draws = sample(logits_NV, [params] * 32, [sequence_generator(1, n).random() for n in range(32)])
     logprobs_NV = sampling_logprobs(logits_NV, [params] * 32)
     for n, support in enumerate(draws.supports):
         ids = np.arange(V) if support is None else support
@@ -109,13 +109,13 @@ def test_temperature_zero_takes_the_first_likeliest_token_with_certainty() -> No
 @pytest.mark.parametrize("seed", [0, 7, 2**40 + 3, 2**64 - 1])
 def test_a_uniform_by_index_is_the_streams(seed: int) -> None:
     generator = sequence_generator(seed)
-    assert [uniform(seed, n) for n in range(1000)] == [generator.random() for _ in range(1000)]
+    assert [sequence_generator(seed, n).random() for n in range(1000)] == [generator.random() for _ in range(1000)]
 
 
 def test_a_resumed_sequence_draws_what_it_would_have() -> None:
     logits_NV, params = logits(32), [MIXED[5]] * 32
-    whole = sample(logits_NV, params, [uniform(9, n) for n in range(32)]).tokens_N
-    again = sample(logits_NV[20:], params[20:], [uniform(9, n) for n in range(20, 32)]).tokens_N
+    whole = sample(logits_NV, params, [sequence_generator(9, n).random() for n in range(32)]).tokens_N
+    again = sample(logits_NV[20:], params[20:], [sequence_generator(9, n).random() for n in range(20, 32)]).tokens_N
     assert torch.equal(whole[20:], again)
 
 
