@@ -40,7 +40,7 @@ def somebody_can_answer() -> bool:
 
 def check_drift(record: StageRecord, max_drift: float | None, timeout_s: float) -> None:
     """Above the bound: waits for a person where one can answer, and raises DriftTooLarge otherwise or when told to."""
-    found = record.metrics.get("drift/abs_max")
+    found = record.metrics.get("drift/numeric/abs_max")
     if max_drift is None or found is None or found <= max_drift:
         return
     reason = (

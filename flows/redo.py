@@ -52,8 +52,10 @@ TRAINED = (
     "train/grad_norm",
     "train/learning_rate",
     "train/vetoed_steps",
-    "drift/abs_max",
-    "drift/k3_rollout_trainer",
+    "drift/numeric/abs_max",
+    "drift/numeric/k3_rollout_trainer",
+    "drift/numeric/differing_tokens",
+    "drift/stale/abs_mean",
 )
 SHOWN = 12  # episodes
 

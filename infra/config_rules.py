@@ -8,10 +8,12 @@ import os
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
+from infra.settings import sampling_of
 from k3core.eval.suite import NUM_PROMPTS
 from k3core.model.config import MXFP4
 from k3core.model.rules import model_problems
 from k3core.rl.gspo import GspoConfig
+from k3core.rollout import sampling_rules
 
 if TYPE_CHECKING:  # infra.config calls these rules
     from infra.config import RunConfig
@@ -95,14 +97,7 @@ def contradictions(cfg: RunConfig, written: Collection[str]) -> Iterator[Problem
             "rollout.group_size 1 and gspo: advantages are differences within a group, and a group of one has none; "
             "use at least 2",
         )
-    for key, cuts in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)):
-        if cuts:
-            yield (
-                (f"rollout.{key}",),
-                f"rollout.{key} {getattr(rollout, key)} and train: the engine's log-probabilities would be of the cut "
-                "distribution and the trainer's of the whole one, so the ratio would not be 1 at equal weights; "
-                f"use rollout.{key} {'1.0' if key == 'top_p' else '0'} (evaluate.{key} is free)",
-            )
+    yield from _sampling_problems(cfg)
     trajectories = rollout.prompts_per_step * rollout.group_size
     if train.minibatches > trajectories:
         yield (
@@ -147,6 +142,11 @@ def warnings(cfg: RunConfig) -> tuple[str, ...]:
             f"control.sequences {cfg.control.sequences} and steps x rollout.prompts_per_step x rollout.group_size = "
             f"{sequences}: the control arm does not see as many sequences as RL does"
         )
+    if cfg.evaluate.temperature == 0 and cfg.evaluate.samples > 1:
+        found.append(
+            f"evaluate.temperature 0 and evaluate.samples {cfg.evaluate.samples}: without chance all samples of a prompt are "
+            "the same; one is enough"
+        )
     if cfg.environment.name == "lab":
         found.append(
             "environment.name lab: its tasks are a benchmark, so training on them spoils it as one; and the only judge"
@@ -160,6 +160,12 @@ def _pool_problems(cfg: RunConfig) -> Iterator[Problem]:
     named = [key for key, pool in pools.items() if pool is not None]
     if named and cfg.root.startswith("memory://"):
         yield (*named, "root"), f"{named[0]} {pools[named[0]]} and root {cfg.root}: other processes cannot read it"
+    if cfg.rollout.engine_processes > 1 and cfg.root.startswith("memory://"):
+        yield (
+            ("rollout.engine_processes", "root"),
+            f"rollout.engine_processes {cfg.rollout.engine_processes} and root {cfg.root}: other processes cannot read "
+            "it; use rollout.engine_processes=1",
+        )
     if not named and cfg.evaluate.between:
         yield (
             ("evaluate.between", "pools.rollout"),
@@ -174,6 +180,21 @@ def _pool_problems(cfg: RunConfig) -> Iterator[Problem]:
     for url in cfg.pools.engines:
         if not url.startswith(("http://", "https://")):
             yield ("pools.engines",), f"pools.engines: expected http:// addresses, got {json.dumps(url)}"
+
+
+def _sampling_problems(cfg: RunConfig) -> Iterator[Problem]:
+    """What no type of a single setting says. The trainer follows every positive temperature and every truncation of our
+    engine, which records what it kept; a batch without that record is refused where it is packed."""
+    for name, section in (("rollout", cfg.rollout), ("evaluate", cfg.evaluate)):
+        for line in sampling_rules.problems(sampling_of(section, cfg.environment)):
+            yield (f"{name}.{line.split()[0]}",), f"{name}.{line}"
+        for token in section.stop_token_ids:
+            if token >= cfg.model.vocab_size:
+                yield (
+                    (f"{name}.stop_token_ids", "model.vocab_size"),
+                    f"{name}.stop_token_ids {token} and model.vocab_size {cfg.model.vocab_size}: no such token is ever "
+                    "drawn; use ids below it",
+                )
 
 
 def _packed_problems(cfg: RunConfig) -> Iterator[Problem]:

@@ -134,7 +134,7 @@ class _View:
             _number(score, "rollout/reward", ".3f") if score else start,
             _kept(score),
             _number(update, "gspo/clip_fraction", ".1%"),
-            _number(update, "drift/abs_max", ".0e"),
+            _number(update, "drift/numeric/abs_max", ".0e"),
             _with_error(by_stage.get("evaluate", {})),
             str(policy.facts.get("weights_sha256", "?"))[:NARROW],
             Text(state, STYLES[state]) if state else "",
@@ -176,9 +176,8 @@ def describe(node: Node, role: str) -> list[str]:
 
 def _update(facts: Mapping[str, Any]) -> list[str]:
     m, p = facts["metrics"], facts["provenance"]
-    what = (
-        f"update  clipped {_number(m, 'gspo/clip_fraction', '.1%')}, drift at most {_number(m, 'drift/abs_max', '.0e')}"
-    )
+    what = f"update  clipped {_number(m, 'gspo/clip_fraction', '.1%')}"
+    what += f", drift at most {_number(m, 'drift/numeric/abs_max', '.0e')}"
     what += f", gradient norm {_number(m, 'train/grad_norm', '.2g')}"
     if facts["notes"].get("vetoes"):
         what += f", refused: {facts['notes']['vetoes']}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from infra.config import RunConfig
 from infra.init_checkpoint import folder_of
+from infra.settings import sampling_of
 from k3core.chat import ChatSettings, chat_format, training_texts
 from k3core.envs.contracts import ContractsEnvironment, generate
 from k3core.envs.demonstrations import mixture
@@ -102,13 +103,11 @@ def _lab_prompts(cfg: RunConfig) -> tuple[Prompt, ...]:
 
 
 def train_sampling(cfg: RunConfig) -> SamplingParams:
-    r = cfg.rollout
-    return SamplingParams(r.temperature, r.top_p, r.top_k, cfg.environment.max_turn_tokens)
+    return sampling_of(cfg.rollout, cfg.environment)
 
 
 def eval_sampling(cfg: RunConfig) -> SamplingParams:
-    e = cfg.evaluate
-    return SamplingParams(e.temperature, e.top_p, e.top_k, cfg.environment.max_turn_tokens)
+    return sampling_of(cfg.evaluate, cfg.environment)
 
 
 def supervised_optim(cfg: RunConfig) -> OptimConfig:

@@ -1,6 +1,7 @@
 """Nouns <-> bytes. The only place with their schema version.
 
 One zstd frame around {"schema", "type", "value"}; arrays as dtype, shape and base64, so that every bit returns.
+A field that a noun got later has a default, which is what a record without it is read as: the schema stays.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from k3core.types import (
     SamplingParams,
     Score,
     ScoredGroup,
+    Supports,
     ToolCall,
     Trajectory,
 )
@@ -42,6 +44,7 @@ NOUNS: tuple[type[Any], ...] = (
     SamplingParams,
     Score,
     ScoredGroup,
+    Supports,
     ToolCall,
     Trajectory,
 )

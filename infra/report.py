@@ -42,7 +42,7 @@ SUMMARY: Mapping[str, str] = {
     "seconds_by_stage": "seconds by stage",
     "weights_sha256": "sha256 of the final weights",
 }
-MAY_BE_NONE = frozenset({"control_reward_after", "expert_only_reward_after"})
+MAY_BE_NONE = frozenset({"control_reward_after", "expert_only_reward_after", "drift_k3_step0", "drift_max_abs_step0"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,19 +297,32 @@ def _learning_plots(data: ReportData, first: EvalReport, last: EvalReport) -> li
 
 
 def _health_plots(data: ReportData) -> list[_Plot]:
+    stale = _lines_plot(
+        data.history,
+        "Stale tokens",
+        "Difference of log-probabilities where older weights drew the token: the policy's movement and drift together.",
+        {
+            "drift/stale/k3_rollout_trainer": "k3, mean per token",
+            "drift/stale/abs_mean": "|difference|, mean",
+            "drift/stale/abs_max": "|difference|, largest",
+        },
+        "difference (nat)",
+        log=True,
+    )
     return [
         _lines_plot(
             data.history,
             "Drift between engine and trainer",
             "Numerical difference of log-probabilities at equal weights; a zero is not drawn on a logarithmic axis.",
             {
-                "drift/k3_rollout_trainer": "k3, mean per token",
-                "drift/abs_p99": "|difference|, 99th percentile",
-                "drift/abs_max": "|difference|, largest",
+                "drift/numeric/k3_rollout_trainer": "k3, mean per token",
+                "drift/numeric/abs_p99": "|difference|, 99th percentile",
+                "drift/numeric/abs_max": "|difference|, largest",
             },
             "drift (nat)",
             log=True,
         ),
+        *([] if stale.svg is None else [stale]),
         _lines_plot(
             data.history,
             "Staleness",

@@ -16,6 +16,7 @@ from k3core.rewards.rubric import RewardConfig
 from k3core.rl.gspo import GspoConfig
 from k3core.rl.optim import OptimConfig
 from k3core.rl.update import UpdateConfig
+from k3core.types import SamplingParams
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -23,6 +24,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 TopP = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +100,23 @@ class WarmStartConfig:
 
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
-    """max_running: sequences that decode together in the engine."""
+    """max_running: sequences that decode together, in all engine processes of a stage.
+
+    engine_processes: how many of this machine's processes share the episodes of a rollout or an evaluation.
+    """
 
     prompts_per_step: Annotated[Count, Field(description="prompts of one step")] = 16
     group_size: Annotated[Count, Field(description="trajectories of one prompt")] = 8
     max_running: Annotated[Count, Field(description="sequences that decode together in the engine")] = 128
+    engine_processes: Annotated[
+        Natural, Field(description="that share the episodes, an engine on the CPU each; 0: one for each core")
+    ] = 1
     temperature: Annotated[Positive, Field(description="of the sampling; the trainer divides by it too")] = 1.0
-    top_p: Annotated[TopP, Field(description="training needs the whole distribution: 1")] = 1.0
-    top_k: Annotated[Natural, Field(description="training needs the whole distribution: 0, which is off")] = 0
+    top_p: Annotated[TopP, Field(description="of the sampling; the trainer renormalises over what it kept")] = 1.0
+    top_k: Annotated[Natural, Field(description="of the sampling, likewise; 0 is off")] = 0
+    min_p: Annotated[MinP, Field(description="of the sampling, likewise: share of the likeliest token; 0 is off")] = 0.0
+    stop: Annotated[tuple[str, ...], Field(description="texts that end a turn, besides its own end")] = ()
+    stop_token_ids: Annotated[tuple[Natural, ...], Field(description="tokens that end a turn, likewise")] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +198,25 @@ class EvaluateConfig:
     )
     prompts: Annotated[int, Field(ge=2, description="of the frozen suite")] = 50
     samples: Annotated[Count, Field(description="trajectories of one prompt")] = 4
-    temperature: Annotated[Positive, Field(description="of the sampling")] = 1.0
+    temperature: Annotated[NonNegative, Field(description="of the sampling; 0 takes the likeliest token")] = 1.0
     top_p: Annotated[TopP, Field(description="of the sampling")] = 1.0
     top_k: Annotated[Natural, Field(description="of the sampling; 0 is off")] = 0
+    min_p: Annotated[MinP, Field(description="of the sampling: share of the likeliest token; 0 is off")] = 0.0
+    stop: Annotated[tuple[str, ...], Field(description="texts that end a turn, besides its own end")] = ()
+    stop_token_ids: Annotated[tuple[Natural, ...], Field(description="tokens that end a turn, likewise")] = ()
     confidence: Annotated[float, Field(gt=0.5, lt=1, description="of the paired interval between two versions")] = 0.95
+
+
+def sampling_of(section: RolloutConfig | EvaluateConfig, env: EnvironmentConfig) -> SamplingParams:
+    return SamplingParams(
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        max_tokens=env.max_turn_tokens,
+        min_p=section.min_p,
+        stop=section.stop,
+        stop_token_ids=section.stop_token_ids,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -92,11 +92,37 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Supports:
+    """Which tokens top-k, top-p and min-p had kept at each of T positions.
+
+    ids_K int32: the kept ids, position after position, ascending within each; counts_T int32: how many of them are each
+    position's. What is kept is never empty: 0 says that the whole vocabulary was, or that nothing was sampled.
+    """
+
+    ids_K: np.ndarray
+    counts_T: np.ndarray
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[np.ndarray | None]) -> Supports:
+        """From the kept ids of each position, None for the whole vocabulary."""
+        kept = [row for row in rows if row is not None]
+        ids_K = np.concatenate([np.empty(0, np.int32), *kept]).astype(np.int32)
+        return cls(ids_K, np.array([0 if row is None else len(row) for row in rows], dtype=np.int32))
+
+    def rows(self) -> list[np.ndarray | None]:
+        """The inverse of `of_rows`; views."""
+        pieces = np.split(self.ids_K, np.cumsum(self.counts_T))[: len(self.counts_T)]
+        return [piece if len(piece) else None for piece in pieces]
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """One episode as tokens. All arrays have the episode's length T; numpy, so that no reader needs torch.
 
     tokens_T int32; loss_mask_T bool, true where the policy sampled the token;
-    rollout_logprobs_T float32, 0 where not sampled; policy_step_T int32, -1 where not sampled;
+    rollout_logprobs_T float32, 0 where not sampled: under the distribution that the token was drawn from;
+    raw_logprobs_T the same under softmax of the untouched logits; policy_step_T int32, -1 where not sampled;
+    supports: what sampling had kept, without which a trainer cannot follow a truncated distribution;
     routed_experts_TLk, unsigned, chosen expert ids of each MoE layer when that token was the input,
     the dtype's maximum where there is none (the last token was never an input); routed_layers names those layers in
     order, as the checkpoint does, so that a replay cannot impose one layer's choice on another.
@@ -118,6 +144,8 @@ class Trajectory:
     deliverables: Mapping[str, str] = field(default_factory=dict)
     error: str | None = None
     routed_layers: tuple[str, ...] = ()
+    raw_logprobs_T: np.ndarray | None = None  # None, here and below: not recorded, as in records of before it was
+    supports: Supports | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,11 @@ def iteration_line(tracked: Tracked, steps: int) -> str:
         groups = sum(value for name, value in m.items() if name.startswith("groups/") and "trajectories" not in name)
         parts.append(f"groups {m['groups/kept']:.0f}/{groups:.0f}")
     if "gspo/clip_fraction" in m:
-        parts.append(f"clip {m['gspo/clip_fraction']:.1%}  drift {m['drift/abs_max']:.0e}")
+        parts.append(f"clip {m['gspo/clip_fraction']:.1%}")
+    if "drift/numeric/abs_max" in m:
+        parts.append(f"drift {m['drift/numeric/abs_max']:.0e}")
+    if "drift/stale/abs_mean" in m:
+        parts.append(f"stale {m['drift/stale/tokens']:,.0f} tokens by {m['drift/stale/abs_mean']:.0e}")
     parts.append(f"{'delta' if 'publish/changed_fraction' in m else 'full'} {size(m['publish/bytes_payload'])}")
     if "eval/reward" not in m:
         return "  ".join(parts)
@@ -42,7 +46,7 @@ def closing_lines(summary: Mapping[str, Any], folder: str, commands: Mapping[str
         if s[key] is not None:
             lines.append(f"{name}: {s[key]:.3f}")
     lines += [
-        f"drift before the first update: at most {s['drift_max_abs_step0']:.1e} nat a token",
+        f"drift before the first update: {_drift(s['drift_max_abs_step0'])}",
         f"bytes: full {size(s['bytes_full'])}, delta {size(s['bytes_delta_mean'])} on average",
         f"weights sha256 {s['weights_sha256']}",
         "",
@@ -50,6 +54,10 @@ def closing_lines(summary: Mapping[str, Any], folder: str, commands: Mapping[str
         *(f"{name + ':':<9} {command}" for name, command in commands.items()),
     ]
     return "\n".join(lines)
+
+
+def _drift(largest: float | None) -> str:
+    return "not measured: no token of these weights" if largest is None else f"at most {largest:.1e} nat a token"
 
 
 def ui_commands(cfg: RunConfig) -> dict[str, str]:

@@ -6,8 +6,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 
-import torch
-
 from infra.ledger import Ledger
 from infra.provenance import trainer_build
 from infra.records import decode
@@ -16,9 +14,8 @@ from infra.stages.record import read_record, stage_key
 from k3core.checkpoint.tensors import from_torch, to_safetensors, weights_sha256
 from k3core.rl.advantages import group_advantages
 from k3core.rl.batch import batch_sha256, microbatches
-from k3core.rl.drift import drift
 from k3core.rl.trainer import Trainer
-from k3core.rl.update import UpdateConfig, update_policy
+from k3core.rl.update import UpdateConfig, drift_of, logprobs_of, update_policy
 from k3core.types import PolicyVersion, Ref, ScoredGroup
 
 
@@ -47,8 +44,10 @@ def update_step(
 
     trainer = context.pool.trainer_at(policy, optimizer)
     context.pool.trainer_lost()  # until the step is recorded, the resident weights are no version
-    first_drift = _drift_of_all(trainer, groups, cfg.train.update) if step == 1 else {}
-    result = update_policy(trainer, advantages.kept, cfg.train.update, cfg.gspo, seed=step, progress=progress)
+    first_drift = _drift_of_all(trainer, groups, cfg.train.update, policy.step) if step == 1 else {}
+    result = update_policy(
+        trainer, advantages.kept, cfg.train.update, cfg.gspo, seed=step, policy_step=policy.step, progress=progress
+    )
     weights, state = trainer.save()
     raw = from_torch(weights)
     outputs = {
@@ -84,10 +83,10 @@ def update_step(
     return recorded
 
 
-def _drift_of_all(trainer: Trainer, groups: Sequence[ScoredGroup], cfg: UpdateConfig) -> dict[str, float]:
+def _drift_of_all(
+    trainer: Trainer, groups: Sequence[ScoredGroup], cfg: UpdateConfig, policy_step: int
+) -> dict[str, float]:
     """Before the first update: over every sampled token of the batch, not only those that are trained on."""
     trajectories = [t for group in groups for t in group.trajectories if t.loss_mask_T.any()]
     batches = microbatches(trajectories, [0.0] * len(trajectories), cfg.microbatch_rows, cfg.router_replay)
-    with torch.no_grad():
-        ours = [trainer.logprobs(b.tokens_T, b.packing, b.target_M, b.replay_TLk, b.temperature) for b in batches]
-    return drift(torch.cat(ours).cpu().numpy(), torch.cat([b.rollout_logprobs_M for b in batches]).numpy())
+    return drift_of(batches, [logprobs_of(trainer, batch) for batch in batches], policy_step)

@@ -56,12 +56,14 @@ def conversation_of(trajectory: Trajectory, tokenizer: Tokenizer) -> Conversatio
     opening = tuple(chat.read_messages(ids[: starts[0]]))
     turns = []
     for n, (start, end) in enumerate(spans):
+        # A turn that a stop of the sampling ended was closed for the policy.
+        closed = end + (ids[end : end + 1] == [chat.stop_token])
         try:
-            message = chat.parse_turn(ids[start:end], thinking=chat.thinks_after(ids[:start]))
+            message = chat.parse_turn(ids[start:closed], thinking=chat.thinks_after(ids[:start]))
         except MalformedTurn:
             message = None
         calls = () if message is None else message.tool_calls
-        answers = {m.index: m.content for m in chat.read_messages(ids[end : [*starts, len(ids)][n + 1]], calls)}
+        answers = {m.index: m.content for m in chat.read_messages(ids[closed : [*starts, len(ids)][n + 1]], calls)}
         turns.append(
             Turn(
                 text=tokenizer.decode(ids[start:end]),

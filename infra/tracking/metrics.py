@@ -15,6 +15,21 @@ EVALUATION = ("eval/", CRITERION)  # what compares two policies: measured on the
 
 _MAX_KEY = 250
 
+DRIFT_KINDS = {
+    "numeric": "of the tokens that the trainer's own weights drew",
+    "stale": "of the tokens that other weights drew",
+}
+DIFFERENCES = {
+    "tokens": "how many there are",
+    "differing_tokens": "how many fp32 logprobs of engine and trainer are not equal",
+    "k3_rollout_trainer": "k3 estimate of KL(engine || trainer), nat per token",
+    "k3_trainer_rollout": "k3 estimate of KL(trainer || engine), nat per token",
+    "abs_mean": "mean |logprob difference|, nat",
+    "abs_p50": "median |logprob difference|, nat",
+    "abs_p99": "99th percentile of |logprob difference|, nat",
+    "abs_max": "largest |logprob difference|, nat",
+}
+
 METRICS: Mapping[str, str] = MappingProxyType(
     {
         "rollout/reward": "mean reward of the graded trajectories",
@@ -47,11 +62,11 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "train/vetoed_steps": "optimizer steps refused because of a non-finite loss or gradient",
         "train/tokens": "tokens through forward and backward",
         "train/seconds": "wall-clock seconds of the update stage",
-        "drift/k3_rollout_trainer": "k3 estimate of KL(engine || trainer) at equal weights, nat per token",
-        "drift/k3_trainer_rollout": "k3 estimate of KL(trainer || engine) at equal weights, nat per token",
-        "drift/abs_p50": "median |logprob difference|, nat",
-        "drift/abs_p99": "99th percentile of |logprob difference|, nat",
-        "drift/abs_max": "largest |logprob difference|, nat",
+        **{
+            f"drift/{kind}/{name}": f"{meaning}, {tokens}"
+            for kind, tokens in DRIFT_KINDS.items()
+            for name, meaning in DIFFERENCES.items()
+        },
         "drift/route_missing_fraction": "share of tokens and layers without a recorded expert choice",
         "staleness/mean": "mean policy steps between sampling a trajectory and training on it",
         "staleness/max": "most policy steps between sampling a trajectory and training on it",

@@ -9,15 +9,15 @@ what was left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-BLOCK_ROWS = 256  # rows of logits that exist at a time where the head is applied here
+Head = Callable[[Tensor], Tensor]  # hidden_MD -> logits_MV
 
 
 def supported_logprobs(
@@ -34,45 +34,71 @@ def supported_logprobs(
 
 def head_supported_logprobs(
     hidden_MD: Tensor,
-    weight_VD: Tensor,
+    head: Head,
+    weights: Sequence[Tensor],
+    num_tokens: int,
     tokens_M: Tensor,
     temperature: float,
     supports: Sequence[np.ndarray | None],
-    block_rows: int = BLOCK_ROWS,
+    block_rows: int,
 ) -> Tensor:
-    """`supported_logprobs` of hidden @ weight^T, [M] in at least fp32; the logits of one block of rows exist at a time.
+    """`supported_logprobs` of head(hidden), [M]; the logits of block_rows rows exist at a time.
 
-    The backward pass computes each block's logits again.
+    weights: what the head multiplies by, whose gradients are wanted; num_tokens: the vocabulary's. The values are always
+    those of the head without gradients, which is how the engine computes them and which the first ratio needs; the
+    backward pass computes each block's logits again, and holds what autograd keeps of the head for that long.
     """
-    _check(tokens_M, temperature, supports, weight_VD.shape[0])
-    wide = torch.promote_types(hidden_MD.dtype, torch.float32)
-
-    def block(hidden_BD: Tensor, weight_VD: Tensor, tokens_B: Tensor, kept: Sequence[np.ndarray | None]) -> Tensor:
-        return _logprobs(F.linear(hidden_BD.to(wide), weight_VD.to(wide)), tokens_B, temperature, kept)
-
+    _check(tokens_M, temperature, supports, num_tokens)
     parts: list[Tensor] = []
     for start in range(0, len(tokens_M), block_rows):
         rows = slice(start, start + block_rows)
-        part = checkpoint(block, hidden_MD[rows], weight_VD, tokens_M[rows], supports[rows], use_reentrant=False)
-        assert isinstance(part, Tensor)
-        parts.append(part)
-    return torch.cat(parts) if parts else hidden_MD.new_zeros(0, dtype=wide)
+        block = partial(_of_head, head, tokens_M[rows], temperature, supports[rows])
+        parts.append(_Recomputed.apply(block, hidden_MD[rows], *weights))
+    return torch.cat(parts) if parts else hidden_MD.new_zeros(0)
+
+
+class _Recomputed(torch.autograd.Function):
+    """compute(hidden), without gradients forward, and again with them backward. weights: what else it depends on."""
+
+    @staticmethod
+    def forward(ctx, compute, hidden, *weights):  # type: ignore[no-untyped-def]
+        ctx.compute, ctx.weights = compute, weights
+        ctx.save_for_backward(hidden)
+        return compute(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (hidden,) = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1:]
+        with torch.enable_grad():
+            again = hidden.detach().requires_grad_(needs[0])
+            value = ctx.compute(again)
+        wanted = [x for x, is_needed in zip((again, *ctx.weights), needs, strict=True) if is_needed]
+        found = iter(torch.autograd.grad(value, wanted, grad))
+        return None, *(next(found) if is_needed else None for is_needed in needs)
+
+
+def _of_head(
+    head: Head, tokens_M: Tensor, temperature: float, supports: Sequence[np.ndarray | None], hidden_MD: Tensor
+) -> Tensor:
+    return _logprobs(head(hidden_MD), tokens_M, temperature, supports)
 
 
 def _logprobs(logits_MV: Tensor, tokens_M: Tensor, temperature: float, supports: Sequence[np.ndarray | None]) -> Tensor:
     # A tensor divides in the logits' type, as the engine's temperatures do.
     scaled_MV = logits_MV / torch.tensor([[temperature]], dtype=logits_MV.dtype).to(logits_MV.device)
     if any(support is not None for support in supports):
-        scaled_MV = scaled_MV.masked_fill(~_mask(supports, logits_MV.shape[-1]).to(logits_MV.device), -math.inf)
+        scaled_MV = scaled_MV.masked_fill(~_mask(supports, logits_MV), -math.inf)
     return torch.log_softmax(scaled_MV, -1).gather(1, tokens_M.long().unsqueeze(-1)).squeeze(-1)
 
 
-def _mask(supports: Sequence[np.ndarray | None], num_tokens: int) -> Tensor:
-    whole_M = np.array([support is None for support in supports])
-    mask_MV = np.repeat(whole_M[:, None], num_tokens, axis=1)
-    rows, ids = _flat(supports)
+def _mask(supports: Sequence[np.ndarray | None], like_MV: Tensor) -> Tensor:
+    is_whole_M1 = torch.tensor([[support is None] for support in supports], device=like_MV.device)
+    mask_MV = is_whole_M1.expand(like_MV.shape).clone()
+    rows, ids = (torch.from_numpy(index).to(like_MV.device) for index in _flat(supports))
     mask_MV[rows, ids] = True
-    return torch.from_numpy(mask_MV)
+    return mask_MV
 
 
 def _flat(supports: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:

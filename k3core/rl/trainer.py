@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,9 +14,13 @@ from k3core.model.lora import LoraConfig, attach_lora
 from k3core.model.model import ROWS, K3Model, build_model
 from k3core.model.weights import is_adapter_tensor, load_tensors, named_tensors
 from k3core.rl.optim import NamedAdamW, OptimConfig, StepResult
+from k3core.rl.renormalise import head_supported_logprobs
+from k3kernels.linear_logprob import MAX_LOGITS
+from k3kernels.dispatch import is_batch_invariant
 from k3kernels.packing import Packing
 
 Loss = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
+Supports = Sequence[np.ndarray | None]
 
 
 class Trainer:
@@ -62,10 +67,18 @@ class Trainer:
         return self.model.embed_tokens.weight.device
 
     def logprobs(
-        self, tokens_T: Tensor, packing: Packing, target_M: Tensor, replay_TLk: Tensor | None, temperature: float
+        self,
+        tokens_T: Tensor,
+        packing: Packing,
+        target_M: Tensor,
+        replay_TLk: Tensor | None,
+        temperature: float,
+        supports_M: Supports | None = None,
     ) -> Tensor:
         """log p(token | what came before) at the M target positions only, fp32 [M] on the model's device.
 
+        supports_M: the ids that each token was drawn among, over which p is then renormalised (`k3core.rl.renormalise`);
+        None for the whole vocabulary, of one token or of all.
         Arguments may lie elsewhere. Without a target the model is not run and the result is empty, without a gradient.
         Raises ValueError where the recorded experts are not those of this model's MoE layers.
         """
@@ -83,10 +96,23 @@ class Trainer:
         replay_TLk = None if replay_TLk is None else replay_TLk.to(device)
         forward = self.model(tokens_T, packing, replay_TLk, activation_checkpointing=self.activation_checkpointing)
         M = len(target_M)
-        if device.type == "cpu":  # in whole multiples of ROWS, as the engine's head computes them
-            target_M = torch.cat([target_M, target_M[:1].expand(-M % ROWS)])
+        num_missing = -M % ROWS if device.type == "cpu" else 0  # in whole multiples, as the engine's head computes them
+        target_M = torch.cat([target_M, target_M[:1].expand(num_missing)])
         hidden_MD = forward.hidden_TD.index_select(0, target_M - 1)
-        return self.model.logprobs(hidden_MD, tokens_T[target_M], temperature)[:M]
+        if supports_M is None and device.type != "cpu" and not is_batch_invariant():
+            return self.model.logprobs(hidden_MD, tokens_T[target_M], temperature)[:M]
+        supports_M = supports_M or [None] * M  # the engine's own rounding, with or without supports
+        logprobs_M = head_supported_logprobs(
+            hidden_MD,
+            self.model.logits,
+            [p for p in self.model.lm_head.parameters() if p.requires_grad],
+            cfg.vocab_size,
+            tokens_T[target_M],
+            temperature,
+            [*supports_M, *[supports_M[0]] * num_missing],
+            block_rows=max(1, MAX_LOGITS // cfg.vocab_size // ROWS) * ROWS,
+        )
+        return logprobs_M[:M].float()
 
     def forward_backward(
         self,
@@ -96,12 +122,13 @@ class Trainer:
         loss: Loss,
         replay_TLk: Tensor | None = None,
         temperature: float = 1.0,
+        supports_M: Supports | None = None,
     ) -> dict[str, Tensor]:
         """Accumulate the gradients of loss(logprobs_M), M on the model's device.
 
         A loss that is not finite adds nothing and vetoes the step; without a target there is no gradient to add.
         """
-        value, metrics = loss(self.logprobs(tokens_T, packing, target_M, replay_TLk, temperature))
+        value, metrics = loss(self.logprobs(tokens_T, packing, target_M, replay_TLk, temperature, supports_M))
         if torch.isfinite(value):
             if target_M.numel():
                 value.backward()

@@ -41,11 +41,13 @@ def update_policy(
     cfg: UpdateConfig,
     gspo: GspoConfig,
     seed: int,
+    policy_step: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> UpdateResult:
     """Every kept trajectory is trained on once. The minibatches are a seeded shuffle, so a retry repeats them exactly.
     Batches wait in host memory; one at a time goes to the trainer's device.
 
+    policy_step: the version that the trainer's weights are now, which tells numeric drift from stale tokens.
     progress(done, of) is called after each pass over a micro-batch; what it raises ends the update.
     """
     assert kept
@@ -62,13 +64,10 @@ def update_policy(
     passes = count(1)
     old_logprobs: list[Tensor] = []
     for batch in batches:
-        old_logprobs.append(_old_logprobs(trainer, batch))
+        old_logprobs.append(logprobs_of(trainer, batch))
         if progress is not None:
             progress(next(passes), 2 * len(batches))
-    metrics = drift(
-        torch.cat(old_logprobs).cpu().numpy(), torch.cat([batch.rollout_logprobs_M for batch in batches]).numpy()
-    )
-    metrics |= _route_metrics(batches)
+    metrics = drift_of(batches, old_logprobs, policy_step) | _route_metrics(batches)
 
     old = iter(old_logprobs)
     totals: dict[str, float] = {}
@@ -85,6 +84,7 @@ def update_policy(
                 partial(_loss, batch=batch, old_M=next(old), num_sequences=num_sequences, gspo=gspo),
                 batch.replay_TLk,
                 batch.temperature,
+                batch.supports_M,
             )
             for name, value in part.items():
                 join = np.maximum if name == "ratio_max" else np.add  # both keep a NaN
@@ -120,8 +120,21 @@ def _minibatches(kept: Sequence[Advantaged], cfg: UpdateConfig, seed: int) -> li
 
 
 @torch.no_grad()
-def _old_logprobs(trainer: Trainer, batch: Batch) -> Tensor:
-    return trainer.logprobs(batch.tokens_T, batch.packing, batch.target_M, batch.replay_TLk, batch.temperature)
+def logprobs_of(trainer: Trainer, batch: Batch) -> Tensor:
+    """The trainer's, of a batch's trained tokens, under the distribution that they were drawn from: fp32 [M]."""
+    return trainer.logprobs(
+        batch.tokens_T, batch.packing, batch.target_M, batch.replay_TLk, batch.temperature, batch.supports_M
+    )
+
+
+def drift_of(batches: Sequence[Batch], logprobs: Sequence[Tensor], policy_step: int) -> dict[str, float]:
+    """`drift` of these batches in host memory; logprobs: each batch's, by the trainer at version policy_step."""
+    return drift(
+        torch.cat(list(logprobs)).cpu().numpy(),
+        torch.cat([batch.rollout_logprobs_M for batch in batches]).numpy(),
+        torch.cat([batch.policy_step_M for batch in batches]).numpy(),
+        policy_step,
+    )
 
 
 def _route_metrics(batches: Sequence[Batch]) -> dict[str, float]:

@@ -343,9 +343,9 @@ def gspo_step(
     num_tokens, rows, drifts = sum(lengths), [], {}
     for name in ("first", "second"):  # AdamW's moments come with the first
         with meter.measure() as found:
-            result = update_policy(trainer, kept, update, GspoConfig(), seed=0)
+            result = update_policy(trainer, kept, update, GspoConfig(), seed=0, policy_step=0)
         assert not result.vetoes, result.vetoes
-        drifts[f"{name}: drift/abs_max"] = result.metrics["drift/abs_max"]
+        drifts[f"{name}: drift/abs_max"] = result.metrics["drift/numeric/abs_max"]
         rows.append(
             Row(
                 f"LoRA GSPO step, rank {lora.rank}, {num_tokens:,} packed tokens ({name})",

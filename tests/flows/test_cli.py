@@ -36,7 +36,7 @@ def test_help_imports_no_heavy_package() -> None:
         (["train", "tiny", "--foo"], "k3 train: No such option: --foo"),
         (["trian", "tiny"], "k3: No such command 'trian'."),
         (["train", "tyni"], "tyni: no such file, and not a shipped config ("),
-        (["train", "tiny", "rollout.top_p=0.9"], "rollout.top_p 0.9 and train: "),
+        (["train", "tiny", "rollout.stop_token_ids=[512]"], "rollout.stop_token_ids 512 and model.vocab_size 512: "),
         (["eval", "tiny@-1"], "k3 eval: Invalid value for VERSION: expected RUN@STEP or RUN, got"),
         (["train", "tiny", "gspo.clip_hihg=1"], "gspo.clip_hihg: unknown key (did you mean clip_high?)"),
         (["compare", "tiny@0"], "k3 compare: Missing argument 'B'."),

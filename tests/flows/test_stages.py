@@ -176,7 +176,7 @@ def test_drift_over_its_bound_ends_a_run_that_nobody_can_answer_and_says_why(mon
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setattr(flows.gates, "emit_event", lambda event, **_: said.append(event))
     monkeypatch.setattr(flows.gates, "create_markdown_artifact", lambda text, **_: said.append(text))
-    measured = record("update", 3, metrics={"drift/abs_max": 2e-3})
+    measured = record("update", 3, metrics={"drift/numeric/abs_max": 2e-3})
     check_drift(measured, None, 1.0)
     check_drift(measured, 3e-3, 1.0)
     assert said == []

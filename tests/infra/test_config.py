@@ -8,14 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.config import ConfigError, RunConfig, digest, dump, load, shipped_names
+from infra.config import ConfigError, RunConfig, digest, dump, load, parse, shipped_names
 from infra.config_rules import warnings
+from infra.parts import eval_sampling, train_sampling
 from k3core.envs.environment import Limits
 from k3core.model.config import K3Config
 from k3core.model.lora import LoraConfig, attach_lora
 from k3core.model.model import K3Model
 from k3core.rl.optim import OptimConfig
 from k3core.rl.update import UpdateConfig
+from k3core.types import SamplingParams
 
 
 def problems(*overrides: str, path: str | Path = "tiny") -> tuple[str, ...]:
@@ -82,6 +84,11 @@ def test_a_whole_number_is_a_number() -> None:
         ("clip_high=0.1", "clip_high: unknown key (did you mean gspo.clip_high?)"),
         ("optimizer.lr=1", "optimizer: unknown key (known: run, seed, root, steps, model, tokenizer, environment, "),
         ("train.learning_rate=-1", "train.learning_rate: must be > 0, got -1"),
+        ("rollout.temperature=0", "rollout.temperature: must be > 0, got 0"),
+        ("evaluate.temperature=-1", "evaluate.temperature: must be >= 0, got -1"),
+        ("rollout.min_p=1", "rollout.min_p: must be < 1, got 1"),
+        ("evaluate.stop_token_ids=[-1]", "evaluate.stop_token_ids.0: must be >= 0, got -1"),
+        ("rollout.stop=x", 'rollout.stop: expected a list, got "x"'),
         ("train.beta2=1.0", "train.beta2: must be < 1, got 1.0"),
         ("warm_start.expert_share=1.5", "warm_start.expert_share: must be <= 1, got 1.5"),
         ("reward.all_pass_weight=1.5", "reward.all_pass_weight: must lie in 0..1, not 1.5"),
@@ -126,8 +133,8 @@ def test_a_faulty_setting_is_one_line(override: str, line: str) -> None:
     ("overrides", "line"),
     [
         (["rollout.group_size=1"], "rollout.group_size 1 and gspo: advantages are differences within a group"),
-        (["rollout.top_p=0.9"], "rollout.top_p 0.9 and train: the engine's log-probabilities would be of the cut"),
-        (["rollout.top_k=5"], "rollout.top_k 5 and train: the engine's log-probabilities would be of the cut"),
+        (['rollout.stop=["a", ""]'], "rollout.stop '': the empty string is in every text; leave it out"),
+        (["evaluate.stop_token_ids=[3, 512]"], "evaluate.stop_token_ids 512 and model.vocab_size 512: no such token"),
         (["evaluate.every=21"], "evaluate.every 21 and steps 20: no step would be evaluated"),
         (["warm_start.steps=0"], "warm_start.steps 0 and warm_start.init none: a random policy earns no reward"),
         (["train.lora_rank=8"], 'train.lora_rank and train.mode "full": only mode "lora" reads it'),
@@ -155,7 +162,9 @@ def test_a_contradiction_names_both_settings(overrides: list[str], line: str) ->
     "overrides",
     [
         ["rollout.temperature=0.7"],  # reported under the sampling distribution, and the trainer divides too
-        ["evaluate.top_p=0.9", "evaluate.top_k=20"],
+        ["rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.05"],  # the trainer renormalises over what was kept
+        ['rollout.stop=["</done>"]', "rollout.stop_token_ids=[3, 511]"],
+        ["evaluate.top_p=0.9", "evaluate.top_k=20", "evaluate.temperature=0", "evaluate.min_p=0.1"],
         ["train.mode=lora", "train.lora_rank=8"],
         ["environment.name=lab", "environment.path=lab"],
         ["root=s3://bucket/runs", "tracking.mlflow_uri=http://127.0.0.1:5000"],
@@ -266,6 +275,20 @@ def test_a_clip_narrower_than_the_numerics_is_a_warning_only_without_the_correct
     (line,) = warnings(load("tiny", [*narrow, "gspo.tis_cap=none"]))
     assert line.startswith("gspo.tis_cap none, gspo.clip_low 0.0003 and gspo.clip_high 0.0004: ")
     assert "0.0053" in line  # 3 x 0.04 / sqrt(512)
+
+
+def test_greedy_samples_of_which_one_is_enough_are_a_warning() -> None:
+    (line,) = warnings(load("tiny", ["evaluate.temperature=0"]))
+    assert line.startswith("evaluate.temperature 0 and evaluate.samples 4: ")
+    assert warnings(load("tiny", ["evaluate.temperature=0", "evaluate.samples=1"])) == ()
+
+
+def test_the_sampling_settings_reach_the_engine_and_return_from_a_stored_config() -> None:
+    cut = ["temperature=0.7", "top_p=0.9", "top_k=40", "min_p=0.05", 'stop=["a", "\\n"]', "stop_token_ids=[3]"]
+    for section, sampling in (("rollout", train_sampling), ("evaluate", eval_sampling)):
+        cfg = load("tiny", [f"{section}.{setting}" for setting in cut])
+        assert sampling(cfg) == SamplingParams(0.7, 0.9, 40, 96, 0.05, ("a", "\n"), (3,))
+        assert parse(dump(cfg), "") == cfg
 
 
 def test_a_control_arm_of_another_size_is_a_warning() -> None:

@@ -21,6 +21,7 @@ from k3core.types import (
     SamplingParams,
     Score,
     ScoredGroup,
+    Supports,
     ToolCall,
     Trajectory,
 )
@@ -41,6 +42,8 @@ def trajectory(tokens: int = 3, **changes: Any) -> Trajectory:
         "num_turns": 1,
         "num_tool_calls": 0,
         "deliverables": {"out/a.md": "text – mit Umlaut ä\n\u0000"},
+        "raw_logprobs_T": -np.arange(tokens, dtype=np.float32) / 7,
+        "supports": Supports.of_rows([np.arange(n + 1, dtype=np.int32) if n % 2 == 0 else None for n in range(tokens)]),
     }
     return Trajectory(**values | changes)
 
@@ -58,6 +61,7 @@ def every_noun() -> list[Any]:
         Prompt("p", "lab", (message, Message("user", "go")), {"rubric": [{"id": "c1"}], "n": 1.5, "empty": {}}),
         SamplingParams(),
         trajectory(),
+        Supports(np.array([3, 7, 2], np.int32), np.array([0, 2, 1], np.int32)),
         criterion,
         score,
         ScoredGroup("p", (trajectory(2), trajectory(0)), (score, Score(0.1, 1 / 3, True, ()))),
@@ -202,6 +206,15 @@ PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 96}
 def test_a_document_that_is_no_record_is_refused_by_name(document: Any, message: str) -> None:
     with pytest.raises(IntegrityError, match=rf"^f\.k3: .*{message}"):
         records.decode(record(document), SamplingParams, "f.k3")
+
+
+def test_a_trajectory_of_before_supports_were_recorded_says_that_there_are_none() -> None:
+    text = zstandard.ZstdDecompressor().decompress(records.encode(trajectory()))
+    document = json.loads(text)
+    for name in ("raw_logprobs_T", "supports"):
+        del document["value"][name]
+    back = records.decode(record(document), Trajectory)
+    assert same(back, trajectory(raw_logprobs_T=None, supports=None))
 
 
 def test_a_record_cut_at_any_length_or_grown_is_refused_by_name() -> None:

@@ -73,7 +73,7 @@ def report_data(**changes: Any) -> ReportData:
         history={
             step: {
                 "rollout/reward": 0.3 + step / 100,
-                "drift/k3_rollout_trainer": 1e-9 * step,
+                "drift/numeric/k3_rollout_trainer": 1e-9 * step,
                 "staleness/mean": 0.0,
                 "publish/bytes_payload": 1.2e6,
             }

@@ -70,6 +70,18 @@ def trajectory(parts: Sequence[tuple[list[int], bool]], **changes: object) -> Tr
     return Trajectory(**(values | changes))  # type: ignore[arg-type]
 
 
+def test_a_turn_that_a_stop_of_the_sampling_ended_is_read_with_the_end_that_follows_it(tokenizer: Tokenizer) -> None:
+    *cut, end = render_turn(CALLS, tokenizer, thinking=False)
+    stub = generation_stub(tokenizer, thinking=False)
+    opening, answers = render_messages(OPENING, tokenizer), render_tool_results(ANSWERS, tokenizer)
+    parts = [([*opening, *stub], False), (cut, True), ([end, *answers, *stub], False), (cut[:2], True)]
+    read = conversation_of(trajectory(parts), tokenizer)
+    assert read.turns[0].message == CALLS
+    assert [called.output for called in read.turns[0].calls] == ["x.md:a", "error: no such file"]
+    assert read.turns[0].num_sampled == len(cut)
+    assert read.turns[1].message is None
+
+
 @pytest.mark.parametrize("thinking", [False, True])
 def test_turns_calls_and_answers_are_read_back_from_the_tokens(tokenizer: Tokenizer, thinking: bool) -> None:
     first = Message("assistant", CALLS.content, thinking="Hm." if thinking else None, tool_calls=CALLS.tool_calls)

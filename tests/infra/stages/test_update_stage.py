@@ -12,11 +12,12 @@ from infra import policies
 from infra.config import RunConfig, load
 from infra.ledger import Ledger
 from infra.pool import Pool, _pools
-from infra.records import encode
+from infra.records import decode, encode
 from infra.stages import update as stage
 from infra.stages.context import Context, Inputs
 from infra.stages.prepare import prepare_run
 from infra.stages.record import read_record, write_record
+from infra.stages.rollout import rollout_step
 from infra.stages.update import update_step
 from infra.store import Store
 from k3core.checkpoint.tensors import from_safetensors, from_torch
@@ -146,7 +147,7 @@ def test_the_first_update_measures_drift_over_every_sampled_token_and_skips_lost
     cfg: RunConfig, inputs: Inputs, policy: PolicyVersion
 ) -> None:
     record = read_record(Store(cfg.root), update_step(inputs, cfg.root, policy, scored(cfg, inputs), None))
-    assert record.metrics["drift/abs_max"] > 0
+    assert record.metrics["drift/numeric/abs_max"] > 0
     assert record.metrics["staleness/max"] == 0
 
 
@@ -172,3 +173,29 @@ def test_the_pool_loads_only_what_is_not_there(cfg: RunConfig, inputs: Inputs, p
     pool.trainer_at(policy, None)
     pool.trainer_at(policy, None)
     assert pool.loads == {"trainer": 1, "engine": 1}
+
+
+def test_what_the_engine_drew_from_a_cut_distribution_reaches_the_trainer_bit_for_bit(tmp_path: Path) -> None:
+    """Through the store: settings, engine, episodes, records, batches, trainer."""
+    _pools.clear()
+    cut = ["rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=40", "rollout.min_p=0.01"]
+    cfg = load("smoke", [f"root={tmp_path}", "tokenizer.corpus_prompts=80", "environment.max_turn_tokens=12", *cut])
+    inputs = prepare_run(cfg)
+    weights, _ = Trainer(cfg.model, cfg.train.optim, cfg.train.lora, seed=3).save()
+    store = Store(cfg.root)
+    policy, _ = policies.publish(store, cfg.run, 0, from_torch(weights), None, 10, 3, {})
+    drawn = read_record(store, rollout_step(inputs, cfg.root, policy, 0)).outputs["trajectories"]
+    trajectories = decode(store.get(drawn), tuple[Trajectory, ...], drawn.uri)
+    assert any(t.supports is not None and t.supports.counts_T.any() for t in trajectories)
+    groups = []
+    for start in range(0, len(trajectories), cfg.rollout.group_size):
+        members = trajectories[start : start + cfg.rollout.group_size]
+        scores = tuple(Score(float(n % 2), float(n % 2), bool(n % 2), ()) for n in range(len(members)))
+        groups.append(ScoredGroup(members[0].prompt_id, members, scores))
+    ref = store.put(f"{cfg.run}/steps/000000/groups.zst", encode(groups))
+    score = Context.open(inputs, cfg.root).record("score", 0, {"groups": ref}, {}, name="score")
+    metrics = read_record(store, update_step(inputs, cfg.root, policy, score, None)).metrics
+    assert metrics["drift/numeric/tokens"] == sum(t.loss_mask_T.sum() for t in trajectories)
+    assert metrics["drift/numeric/differing_tokens"] == metrics["drift/numeric/abs_max"] == 0
+    assert metrics["gspo/tis_mean"] == 1
+    assert not [name for name in metrics if name.startswith("drift/stale/")]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from k3core.rl.batch import batch_sha256, make_batch, microbatches
-from k3core.types import SamplingParams, Trajectory
+from k3core.types import SamplingParams, Supports, Trajectory
 
 MakeTrajectory = Callable[..., Trajectory]
 
@@ -90,8 +90,44 @@ def test_mixed_temperatures_are_refused(make_trajectory: MakeTrajectory) -> None
 def test_a_cut_sampling_distribution_is_refused_with_the_reason(
     make_trajectory: MakeTrajectory, sampling: SamplingParams
 ) -> None:
-    with pytest.raises(ValueError, match=r"prompt prompt-1: .*the ratio would not be 1: train on top_p 1, top_k 0"):
+    with pytest.raises(ValueError, match=r"prompt prompt-1 sample 1: .* 1 at equal weights; .* record the supports"):
         make_batch([make_trajectory(0), make_trajectory(1, sampling=sampling)], [0, 0], [0, 1], router_replay=False)
+
+
+def supported(t: Trajectory) -> Trajectory:
+    """Each sampled token was drawn among itself and the next two ids; the last one from the whole vocabulary."""
+    rows = [np.arange(i, i + 3, dtype=np.int32) if m else None for i, m in zip(t.tokens_T, t.loss_mask_T, strict=True)]
+    return replace(t, supports=Supports.of_rows([*rows[:-1], None]), sampling=replace(t.sampling, top_p=0.9))
+
+
+def test_supports_are_those_of_the_trained_tokens_in_their_order(make_trajectory: MakeTrajectory) -> None:
+    whole, cut = make_trajectory(0), supported(make_trajectory(1))
+    batch = make_batch([whole, cut], [0, 0], [0, 1], router_replay=False)
+    assert batch.supports_M is not None
+    assert len(batch.supports_M) == len(batch.target_M) == 16
+    assert batch.supports_M[:8] == (None,) * 8
+    assert batch.supports_M[15] is None
+    for support, token in zip(batch.supports_M[8:15], batch.tokens_T[batch.target_M[8:15]].tolist(), strict=True):
+        assert support is not None
+        assert support.tolist() == [token, token + 1, token + 2]
+    assert batch.to(torch.device("cpu")).supports_M is batch.supports_M
+    assert make_batch([whole], [0], [0], router_replay=False).supports_M is None
+
+
+def test_a_greedy_trajectory_is_refused_with_the_reason(make_trajectory: MakeTrajectory) -> None:
+    greedy = replace(supported(make_trajectory(1)), sampling=SamplingParams(temperature=0))
+    with pytest.raises(ValueError, match=r"prompt prompt-1 sample 1: sampled with temperature 0: .* no gradient"):
+        make_batch([greedy], [0], [0], router_replay=False)
+
+
+def test_torn_supports_are_refused(make_trajectory: MakeTrajectory) -> None:
+    t = supported(make_trajectory(1))
+    assert t.supports is not None
+    ids_K, counts_T = t.supports.ids_K, t.supports.counts_T
+    of_context = np.roll(counts_T, -1)
+    for torn in (Supports(ids_K[:-1], counts_T), Supports(ids_K, counts_T[:-1]), Supports(ids_K, of_context)):
+        with pytest.raises(ValueError, match=r"prompt prompt-1 sample 1: supports of .* it is torn"):
+            make_batch([replace(t, supports=torn)], [0], [0], router_replay=False)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 100])
@@ -128,7 +164,11 @@ def test_a_batchs_digest_changes_with_whatever_an_update_reads(make_trajectory: 
             )
             digests.add(batch_sha256([trajectories[0], replace(t, **{name: array})], advantages))
     digests |= {batch_sha256(trajectories[::-1], advantages), batch_sha256(trajectories[:1], advantages[:1])}
-    assert len(digests) == 2 + 4 * 3 + 2
+    cut = supported(t)
+    assert cut.supports is not None
+    narrower = replace(cut, supports=replace(cut.supports, ids_K=cut.supports.ids_K ^ 1))
+    digests |= {batch_sha256([trajectories[0], other], advantages) for other in (cut, narrower)}
+    assert len(digests) == 2 + 4 * 3 + 2 + 2
 
 
 def test_a_batchs_digest_does_not_depend_on_memory_layout(make_trajectory: MakeTrajectory) -> None:

@@ -19,8 +19,8 @@ from k3core.model.config import K3Config
 from k3core.rl.optim import OptimConfig
 from k3core.rl.supervised import Demonstration, demonstration, supervised_step, warmup_cosine
 from k3core.rl.trainer import Trainer
-from k3core.rollout.protocol import GenerateRequest, Generation
 from k3core.rollout.episodes import EpisodeSpec, rollout
+from k3core.rollout.protocol import GenerateRequest, Generation
 from k3core.tokenizer import Tokenizer
 from k3core.types import Message, SamplingParams, Trajectory
 from k3kernels.packing import Packing

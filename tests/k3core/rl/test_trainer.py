@@ -127,8 +127,10 @@ def test_no_more_than_max_logits_are_made_at_a_time_and_the_gradient_is_that_of_
         saved.append(tensor.numel())
         return tensor
 
-    with LargestTensor() as largest, torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        wide.forward_backward(tokens_T, packing, target_M, nll)
+    with LargestTensor() as largest:
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            logprobs_M = wide.logprobs(tokens_T, packing, target_M, None, 1.0)
+        nll(logprobs_M)[0].backward()
     assert MAX_LOGITS / 2 < largest.numel <= MAX_LOGITS
     assert 0 < sum(saved) < MAX_LOGITS  # nor do the blocks wait together for the backward pass
 

@@ -18,7 +18,8 @@ from k3core.rl.gspo import GspoConfig
 from k3core.rl.optim import OptimConfig
 from k3core.rl.trainer import Trainer
 from k3core.rl.update import UpdateConfig, update_policy
-from k3core.rollout.engine import GenerateRequest, K3Engine
+from k3core.rollout.engine import K3Engine
+from k3core.rollout.protocol import GenerateRequest
 from k3core.types import SamplingParams, Trajectory
 from k3kernels.packing import Packing
 
@@ -74,11 +75,11 @@ def as_sampled_by(trainer: Trainer, t: Trajectory) -> Trajectory:
 def test_the_same_update_from_the_same_state_gives_the_same_bits(cfg: K3Config, kept: list[Advantaged]) -> None:
     """What a retry does: the version again, then the batch again; also in a trainer that had gone elsewhere."""
     start, other = Trainer(cfg, OPTIM, seed=0), Trainer(cfg, OPTIM, seed=5)
-    update_policy(start, kept, UpdateConfig(), GSPO, seed=1)
+    update_policy(start, kept, UpdateConfig(), GSPO, seed=1, policy_step=0)
     version = start.save()
-    first = update_policy(start, kept, UpdateConfig(microbatch_rows=3), GSPO, seed=2)
+    first = update_policy(start, kept, UpdateConfig(microbatch_rows=3), GSPO, seed=2, policy_step=0)
     other.load(*version)
-    second = update_policy(other, kept, UpdateConfig(microbatch_rows=3), GSPO, seed=2)
+    second = update_policy(other, kept, UpdateConfig(microbatch_rows=3), GSPO, seed=2, policy_step=0)
     for a, b in zip(start.save(), other.save(), strict=True):
         assert same_bits(a, b)
     assert first == second
@@ -90,7 +91,7 @@ def test_every_kept_trajectory_is_trained_on_once(
     cfg: K3Config, kept: list[Advantaged], minibatches: int, rows: int
 ) -> None:
     trainer = RecordingTrainer(cfg)
-    result = update_policy(trainer, kept, UpdateConfig(minibatches, rows), GSPO, seed=0)
+    result = update_policy(trainer, kept, UpdateConfig(minibatches, rows), GSPO, seed=0, policy_step=0)
     assert sorted(trainer.sequences) == sorted(item.trajectory.tokens_T.tolist() for item in kept)
     assert len(trainer.steps) == min(minibatches, 7)
     assert result.vetoes == ()
@@ -100,7 +101,7 @@ def test_every_kept_trajectory_is_trained_on_once(
 def test_minibatches_are_shuffled_by_the_seed(cfg: K3Config, kept: list[Advantaged]) -> None:
     def order(seed: int) -> list[list[int]]:
         trainer = RecordingTrainer(cfg)
-        update_policy(trainer, kept, UpdateConfig(minibatches=7), GSPO, seed)
+        update_policy(trainer, kept, UpdateConfig(minibatches=7), GSPO, seed, policy_step=0)
         return trainer.sequences
 
     assert order(3) == order(3)
@@ -112,7 +113,9 @@ def test_old_logprobs_are_the_trainers_so_the_first_minibatch_has_a_ratio_of_exa
 ) -> None:
     """The engine's are nats away in these trajectories, and still nothing is taken for a change of policy."""
     trainer = RecordingTrainer(cfg)
-    metrics = update_policy(trainer, kept, UpdateConfig(minibatches=2, microbatch_rows=2), GSPO, seed=0).metrics
+    metrics = update_policy(
+        trainer, kept, UpdateConfig(minibatches=2, microbatch_rows=2), GSPO, seed=0, policy_step=0
+    ).metrics
     first, second = trainer.passes[: trainer.steps[0]], trainer.passes[trainer.steps[0] :]
     assert len(first) > 1
     for part in first:
@@ -120,15 +123,19 @@ def test_old_logprobs_are_the_trainers_so_the_first_minibatch_has_a_ratio_of_exa
         assert part["ratio_sum"] == part["num_sequences"]
         assert part["num_clipped"] == part["num_masked_tokens"] == 0
     assert any(part["ratio_sum"] != part["num_sequences"] for part in second)
-    assert metrics["drift/abs_p50"] > 0.1
+    assert metrics["drift/numeric/abs_p50"] > 0.1
 
-    one = update_policy(Trainer(cfg, OPTIM), kept, UpdateConfig(minibatches=1, microbatch_rows=2), GSPO, seed=0).metrics
+    one = update_policy(
+        Trainer(cfg, OPTIM), kept, UpdateConfig(minibatches=1, microbatch_rows=2), GSPO, seed=0, policy_step=0
+    ).metrics
     assert (one["gspo/ratio_mean"], one["gspo/ratio_max"], one["gspo/clip_fraction"]) == (1.0, 1.0, 0.0)
 
 
 def test_metrics_are_means_over_all_minibatches(cfg: K3Config, kept: list[Advantaged]) -> None:
     trainer = RecordingTrainer(cfg)
-    metrics = update_policy(trainer, kept, UpdateConfig(minibatches=3, microbatch_rows=2), GSPO, seed=0).metrics
+    metrics = update_policy(
+        trainer, kept, UpdateConfig(minibatches=3, microbatch_rows=2), GSPO, seed=0, policy_step=0
+    ).metrics
     total = {name: sum(part[name] for part in trainer.passes) for name in trainer.passes[0]}
     assert total["num_sequences"] == 7
     assert total["num_tokens"] == sum(item.trajectory.loss_mask_T.sum() for item in kept)
@@ -144,7 +151,9 @@ def test_metrics_are_means_over_all_minibatches(cfg: K3Config, kept: list[Advant
 
 def test_microbatching_does_not_change_the_gradient(cfg: K3Config, kept: list[Advantaged]) -> None:
     norms = [
-        update_policy(Trainer(cfg, OPTIM), kept, UpdateConfig(1, rows), GSPO, seed=0).metrics["train/grad_norm"]
+        update_policy(Trainer(cfg, OPTIM), kept, UpdateConfig(1, rows), GSPO, seed=0, policy_step=0).metrics[
+            "train/grad_norm"
+        ]
         for rows in (1, 3, 16)
     ]
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
@@ -158,8 +167,8 @@ def test_a_better_trajectory_becomes_likelier_and_a_worse_one_less_likely(
         better, worse = (as_sampled_by(trainer, make_trajectory(2 * seed + i)) for i in range(2))
         kept = [Advantaged(better, 1.0), Advantaged(worse, -1.0)]
         before = [logprobs(trainer, t).sum() for t in (better, worse)]
-        result = update_policy(trainer, kept, UpdateConfig(minibatches=1), GSPO, seed=0)
-        assert result.metrics["drift/abs_max"] < 1e-5
+        result = update_policy(trainer, kept, UpdateConfig(minibatches=1), GSPO, seed=0, policy_step=0)
+        assert result.metrics["drift/numeric/abs_max"] < 1e-5
         after = [logprobs(trainer, t).sum() for t in (better, worse)]
         assert after[0] > before[0] + 0.01
         assert after[1] < before[1] - 0.01
@@ -171,16 +180,16 @@ def test_a_trajectory_with_a_nan_vetoes_its_step_and_shows(cfg: K3Config, kept: 
     kept[3] = replace(kept[3], trajectory=replace(kept[3].trajectory, rollout_logprobs_T=broken_T))
     trainer = Trainer(cfg, OPTIM)
     before = trainer.save()
-    result = update_policy(trainer, kept, UpdateConfig(minibatches=1, microbatch_rows=2), GSPO, seed=0)
+    result = update_policy(trainer, kept, UpdateConfig(minibatches=1, microbatch_rows=2), GSPO, seed=0, policy_step=0)
     assert result.vetoes == ("the loss is nan",)
     assert result.metrics["train/vetoed_steps"] == 1
     assert math.isnan(result.metrics["gspo/loss"])
-    assert math.isnan(result.metrics["drift/abs_max"])
+    assert math.isnan(result.metrics["drift/numeric/abs_max"])
     assert "train/grad_norm" not in result.metrics
     for a, b in zip(trainer.save(), before, strict=True):
         assert same_bits(a, b)
 
-    result = update_policy(trainer, kept, UpdateConfig(minibatches=7), GSPO, seed=0)
+    result = update_policy(trainer, kept, UpdateConfig(minibatches=7), GSPO, seed=0, policy_step=0)
     assert result.vetoes == ("the loss is nan",)  # the other six were applied
     assert not same_bits(trainer.save()[0], before[0])
 
@@ -195,7 +204,7 @@ def test_a_ratio_that_is_nan_is_not_lost_among_the_others(cfg: K3Config, kept: l
         return output * float("nan") if is_bad else output
 
     trainer.model.norm.register_forward_hook(poison)
-    result = update_policy(trainer, kept, UpdateConfig(minibatches=7), GSPO, seed=0)
+    result = update_policy(trainer, kept, UpdateConfig(minibatches=7), GSPO, seed=0, policy_step=0)
     assert len(result.vetoes) == 1
     assert math.isnan(result.metrics["gspo/ratio_max"])
     assert math.isnan(result.metrics["gspo/ratio_mean"])
@@ -210,7 +219,7 @@ def test_missing_routes_are_a_share_of_the_tokens_that_were_inputs(
         routes_of_first(routes)
         pair[0] = replace(pair[0], routed_experts_TLk=routes)
         kept = [Advantaged(t, a) for t, a in zip(pair, (1.0, -1.0), strict=True)]
-        metrics = update_policy(Trainer(cfg, OPTIM), kept, UpdateConfig(**changes), GSPO, seed=0).metrics
+        metrics = update_policy(Trainer(cfg, OPTIM), kept, UpdateConfig(**changes), GSPO, seed=0, policy_step=0).metrics
         return metrics.get("drift/route_missing_fraction")
 
     def lose_three_tokens(routes_TLk: np.ndarray) -> None:
@@ -259,26 +268,28 @@ def test_what_our_engine_samples_at_a_temperature_is_what_the_trainer_computes(
         kept.append(Advantaged(trajectory, advantage))
 
     def metrics(items: list[Advantaged]) -> dict[str, float]:
-        return update_policy(Trainer(cfg, OPTIM), items, UpdateConfig(minibatches=1), GSPO, seed=0).metrics
+        return update_policy(
+            Trainer(cfg, OPTIM), items, UpdateConfig(minibatches=1), GSPO, seed=0, policy_step=0
+        ).metrics
 
     right = metrics(kept)
-    assert right["drift/abs_max"] < 1e-5
+    assert right["drift/numeric/abs_max"] < 1e-5
     assert right["gspo/tis_mean"] == pytest.approx(1, abs=1e-5)
     assert right["drift/route_missing_fraction"] == 0.0
     misread = [
         replace(item, trajectory=replace(item.trajectory, sampling=replace(sampling, temperature=1.4))) for item in kept
     ]
-    assert metrics(misread)["drift/abs_max"] > 0.05
+    assert metrics(misread)["drift/numeric/abs_max"] > 0.05
 
 
 def test_routes_of_another_models_layers_are_refused_by_name(cfg: K3Config, make_trajectory: MakeTrajectory) -> None:
     shifted = tuple(f"layers.{i + 1}.block_sparse_moe" for i in cfg.moe_layers)
     kept = [Advantaged(replace(make_trajectory(n), routed_layers=shifted), 1.0 - 2 * n) for n in range(2)]
     with pytest.raises(ValueError, match=r"routes were recorded for .*layers\.2\.block_sparse_moe"):
-        update_policy(Trainer(cfg, OPTIM), kept, UpdateConfig(), GSPO, seed=0)
+        update_policy(Trainer(cfg, OPTIM), kept, UpdateConfig(), GSPO, seed=0, policy_step=0)
 
 
 def test_routes_without_layer_names_are_refused(cfg: K3Config, make_trajectory: MakeTrajectory) -> None:
     kept = [Advantaged(replace(make_trajectory(n), routed_layers=()), 1.0 - 2 * n) for n in range(2)]
     with pytest.raises(ValueError, match="each layer's routes need its name"):
-        update_policy(Trainer(cfg, OPTIM), kept, UpdateConfig(), GSPO, seed=0)
+        update_policy(Trainer(cfg, OPTIM), kept, UpdateConfig(), GSPO, seed=0, policy_step=0)

@@ -115,9 +115,8 @@ def test_each_turn_goes_on_where_the_seeds_stream_was_left(im: Tokenizer) -> Non
 
 def test_a_turn_that_a_stop_ended_is_read_as_a_finished_one_and_closed_for_the_policy(im: Tokenizer) -> None:
     turn, done = said(im, GREP), said(im, Message("assistant", "That is enough"))
-    cut, whole = (
-        play(im, Says([(turn[:n], stop), (done[:n], stop)])) for n, stop in ((-1, "stop"), (None, "end_of_turn"))
-    )
+    cut = play(im, Says([(turn[:-1], "stop"), (done[:-1], "stop")]))
+    whole = play(im, Says([(turn, "end_of_turn"), (done, "end_of_turn")]))
     assert cut.tokens_T.tolist() == whole.tokens_T.tolist()
     assert (cut.stop_reason, cut.num_turns, cut.num_tool_calls) == ("no_tool_call", 2, 1)
     ends = np.flatnonzero(whole.loss_mask_T & ~cut.loss_mask_T)
