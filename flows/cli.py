@@ -16,6 +16,7 @@ import typer
 
 from flows.model import model
 from flows.plan import plan
+from flows.serve import server
 from flows.up import add_commands
 from k3core.errors import IntegrityError, RunError
 
@@ -50,6 +51,7 @@ app.add_typer(delta, name="delta")
 bench = typer.Typer(help="Measure on this machine, into JSON files.", rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 app.add_typer(model, name="model")
+app.add_typer(server, name="serve")
 app.command()(plan)
 add_commands(app)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,30 +15,33 @@ from infra.engine_server.recorder import Recorder
 from infra.engine_server.settings import ServerSettings
 from infra.engine_server.text import TurnText
 from k3core.chat import chat_format
-from k3core.rollout.engine import Engine, GenerateRequest, Generation, SampledToken
+from k3core.rollout.engine import QueueFull
+from k3core.rollout.protocol import Engine, GenerateRequest, Generation, SampledToken, UnknownAdapter
 
 Hear = Callable[[SampledToken], None]
-
 State = Literal["loading", "ready", "fault", "draining"]
+Finish = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """tokens: all that count, the one that ended the turn included; text: without it and without a stop string.
-
-    generation is None where the turn ended at a stop that only the server knows of.
-    """
+    """tokens: all that were drawn, the one that ended the turn included; text: without it and without a stop string."""
 
     tokens: tuple[SampledToken, ...]
     text: str
-    finish: Literal["stop", "length"]
-    matched: str | int | None
-    generation: Generation | None
+    generation: Generation
 
     @property
-    def cached_tokens(self) -> int:
-        """Of the prompt, those that were not computed for this turn."""
-        return 0 if self.generation is None else self.generation.first_routed
+    def finish(self) -> Finish:
+        return "stop" if self.generation.stop in ("end_of_turn", "stop") else "length"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """name: as answers give it. adapter None: the policy alone."""
+
+    name: str
+    adapter: str | None
 
 
 class Service:
@@ -49,8 +52,10 @@ class Service:
         self.metrics = Metrics()
         self.recorder = Recorder(settings.record_path)
         self.engine: Engine | None = None
+        self.base_sha256: str | None = None  # of the policy that is served, where it is known
         self.is_draining = False
         self.fault: str | None = None
+        self.loading = asyncio.Lock()  # weights come one after the other
         self._slots = asyncio.Semaphore(settings.max_running)
         self._turns: set[asyncio.Task[Answer]] = set()
         self._num_waiting = 0
@@ -66,16 +71,29 @@ class Service:
             return "loading"
         return "ready" if self.fault is None else "fault"
 
-    def check_model(self, model: str | None) -> None:
-        """Raises ApiError 404 for a model that is not served."""
-        if model is not None and model != self.settings.model_name:
-            known = self.settings.model_name
-            raise ApiError(404, f"the model {model!r} is not served here; known: {known}", "not_found_error")
+    def ready_engine(self) -> Engine:
+        """Raises ApiError 503 while there is none, and once the server ends."""
+        if self.is_draining or self.engine is None:
+            raise ApiError(503, f"the server is {self.state}", "unavailable_error", self.settings.retry_after_s)
+        return self.engine
+
+    def find_model(self, asked: str | None) -> FoundModel:
+        """The policy, or an adapter by its own name or as policy:adapter. Raises ApiError 404 for any other."""
+        base, adapters = self.settings.model_name, self.ready_engine().adapters
+        if asked in (None, base):
+            return FoundModel(base, None)
+        assert asked is not None
+        name = asked.removeprefix(f"{base}:")
+        if name not in adapters:
+            known = ", ".join([base, *(f"{base}:{adapter}" for adapter in adapters)])
+            raise ApiError(404, f"the model {asked!r} is not served here; known: {known}", "not_found_error")
+        return FoundModel(asked, name)
 
     def start(self, turn: GenerateRequest, text: TurnText, hear: Hear) -> asyncio.Task[Answer]:
         """The turn, under way; cancelling the task frees its slot. Raises ApiError when it is not taken at all."""
+        engine = self.ready_engine()
         self._check(turn.tokens)
-        task = asyncio.create_task(self._run(turn, text, hear))
+        task = asyncio.create_task(self._run(engine, turn, text, hear))
         self._turns.add(task)
         task.add_done_callback(self._turns.discard)
         return task
@@ -92,8 +110,6 @@ class Service:
 
     def _check(self, prompt: Sequence[int]) -> None:
         settings = self.settings
-        if self.is_draining or self.engine is None:
-            raise ApiError(503, f"the server is {self.state}", "unavailable_error", settings.retry_after_s)
         if not prompt:
             raise ApiError(400, "the prompt has no tokens")
         if len(prompt) >= settings.max_length:
@@ -113,67 +129,48 @@ class Service:
                 settings.retry_after_s,
             )
 
-    async def _run(self, turn: GenerateRequest, text: TurnText, hear: Hear) -> Answer:
+    async def _run(self, engine: Engine, turn: GenerateRequest, text: TurnText, hear: Hear) -> Answer:
         arrived = time.monotonic()
         heard: list[SampledToken] = []
         times: list[float] = []
-        stopped = asyncio.Event()
 
         def on_token(token: SampledToken) -> None:
-            if stopped.is_set():
-                return  # sampled before the engine heard of the stop
             heard.append(token)
             times.append(time.monotonic())
-            if text.feed(token.token):
-                stopped.set()
+            text.feed(token.token)
             hear(token)
 
         try:
             with self._in_line():
                 await self._slots.acquire()
             try:
-                generation = await self._generate(replace(turn, on_token=on_token), stopped)
+                generation = await engine.generate(replace(turn, on_token=on_token))
             finally:
                 self._slots.release()
+                engine.release(turn.sequence)
         except asyncio.CancelledError:
             self.metrics.aborted.inc()
-            self.recorder.write(turn.sequence, turn.tokens, heard, "aborted")
+            self.recorder.write(turn, heard, "aborted")
             raise
-        except ValueError as error:
-            raise ApiError(400, str(error)) from error
+        except UnknownAdapter as error:
+            raise ApiError(404, str(error), "not_found_error") from error
+        except QueueFull as error:
+            raise ApiError(429, str(error), "rate_limit_error", self.settings.retry_after_s) from error
         except Exception as error:
+            if isinstance(error, ValueError) and not heard:  # what was asked makes no sense to the engine
+                raise ApiError(400, str(error)) from error
             self.fault = f"{type(error).__name__}: {error}"
             self.metrics.faults.inc()
+            self.recorder.write(turn, heard, "fault")
             raise ApiError(
                 503, f"the engine failed: {self.fault}", "engine_error", self.settings.retry_after_s
             ) from error
         self.fault = None
         text.finish()
-        finish: Literal["stop", "length"] = "length" if text.matched is None else "stop"
-        answer = Answer(tuple(heard), text.text, finish, text.matched, generation)
+        answer = Answer(tuple(heard), text.text, generation)
         self._count(turn, answer, arrived, times)
-        self.recorder.write(turn.sequence, turn.tokens, answer.tokens, answer.finish)
+        self.recorder.write(turn, answer.tokens, answer.finish)
         return answer
-
-    async def _generate(self, turn: GenerateRequest, stopped: asyncio.Event) -> Generation | None:
-        """Until the engine is done, or a stop was found that it does not know of. Each turn is a sequence of its own."""
-        assert self.engine is not None
-        work = asyncio.create_task(self.engine.generate(turn))
-        stop = asyncio.create_task(stopped.wait())
-        try:
-            await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                await asyncio.sleep(0)  # the engine's own end of the turn brings routes and counts with it
-            if work.done():
-                return work.result()
-            return None
-        finally:
-            stop.cancel()
-            if not work.done():
-                work.cancel()
-                with suppress(asyncio.CancelledError):
-                    await work
-            self.engine.release(turn.sequence)
 
     @contextmanager
     def _in_line(self) -> Iterator[None]:
@@ -186,7 +183,7 @@ class Service:
     def _count(self, turn: GenerateRequest, answer: Answer, arrived: float, times: list[float]) -> None:
         metrics = self.metrics
         metrics.prompt_tokens.inc(len(turn.tokens))
-        metrics.cached_tokens.inc(answer.cached_tokens)
+        metrics.cached_tokens.inc(answer.generation.num_cached)
         metrics.generated_tokens.inc(len(answer.tokens))
         if times:
             metrics.first_token_s.observe(times[0] - arrived)

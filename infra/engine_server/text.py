@@ -1,4 +1,4 @@
-"""The text of a turn while its tokens arrive, and where it ends."""
+"""The text of a turn while its tokens arrive."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from k3core.rollout.stops import StopMatcher
 from k3core.tokenizer import Tokenizer
 
 
+def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    """U+FFFD for an id that only the model's embedding has: many vocabularies are padded."""
+    return tokenizer.decode_bytes([token]) if token < tokenizer.vocab_size else "\ufffd".encode()
+
+
 class TurnText:
     """`feed` tokens; `text` is what no later token can take back.
 
-    matched: the stop string, or the id that ended the turn: stop_token or one of `ids`, which are no part of the text.
+    The engine ends the turn; here its stop strings are held back while they arrive, and they are no part of the text,
+    nor are the ids that end a turn.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, stop_token: int, strings: Sequence[str] = (), ids: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int], strings: Sequence[str] = ()) -> None:
         self.text = ""
-        self.matched: str | int | None = None
         self._tokenizer = tokenizer
-        self._ids = {stop_token, *ids}
+        self._end_ids = frozenset(end_ids)
         self._stops = StopMatcher(strings)
 
-    def feed(self, token: int) -> bool:
-        """True when the turn ends here."""
-        if token in self._ids:
-            self.matched = token
-            return True
-        self.text += self._stops.feed(self._tokenizer.decode_bytes([token]))
-        self.matched = self._stops.stop
-        return self.matched is not None
+    @property
+    def num_characters(self) -> int:
+        """Those that are held back included."""
+        return len(self.text) + self._stops.held_characters
+
+    def feed(self, token: int) -> None:
+        if token not in self._end_ids and self._stops.stop is None:
+            self.text += self._stops.feed(token_bytes(self._tokenizer, token))
 
     def finish(self) -> None:
         """No more tokens: what was held back for a stop string is text after all."""

@@ -132,6 +132,7 @@ class K3Engine:
         fit and for a `continue` that is not to a later step."""
         if rule == "continue" and step <= self._step:
             raise ValueError(f"continue: step {step} must come after {self._step}; use drop or keep")
+        self.adapter_set.activate(None)  # the policy's own tensors are written, and no adapter's
         load_tensors(self.model, dict(tensors))
         self._num_loads += 1
         base = base_sha256 or f"load {self._num_loads}"

@@ -90,8 +90,13 @@ class Engine(Protocol):
     def adapters(self) -> tuple[str, ...]:
         """Names of those that are loaded."""
 
-    def load(self, step: int, tensors: Mapping[str, Tensor], rule: UpdateRule = "drop") -> None:
-        """Serve these weights from now on, running turns too: from one token to the next."""
+    def load(
+        self, step: int, tensors: Mapping[str, Tensor], rule: UpdateRule = "drop", base_sha256: str | None = None
+    ) -> None:
+        """Serve these weights from now on, running turns too: from one token to the next.
+
+        base_sha256: the weights' digest, by which `keep` finds their histories again.
+        """
 
     def load_adapter(self, name: str, tensors: Mapping[str, Tensor], config: LoraConfig) -> None:
         """Serve this adapter beside the policy, in place of an older one of that name. Raises ValueError where it does
