@@ -25,7 +25,8 @@ MAX_SHARED_BYTES = 227 << 10  # on both
 
 @dataclass(frozen=True)
 class Case:
-    """arguments: Triton's type words by parameter; constants: its constexprs. Pointers are 16-byte aligned.
+    """arguments: Triton's type words by parameter (of a tuple a tuple); constants: its constexprs. Pointers are 16-byte
+    aligned.
 
     multiples: integers that are multiples of 16, as a model's widths are; a launch sees so for itself.
     stack_bytes: what a thread spills to memory, where it is known to.
@@ -33,7 +34,7 @@ class Case:
 
     module: str
     kernel: str
-    arguments: dict[str, str]
+    arguments: dict[str, str | tuple[str, ...]]
     constants: dict[str, object]
     num_warps: int
     num_stages: int = 3
@@ -126,7 +127,12 @@ def moe_cases() -> list[Case]:
         cases.append(gemm_case("moe", "gate_up_kernel", tile, pointers | others | betas, constants))
     combine = {"y_ptr": "*bf16", "experts_ptr": "*i64", "weights_ptr": "*fp32", "out_ptr": "*bf16", "R": "i32"}
     constants = {"E": 64, "SLOTS": 8, "BLOCK": COMBINED_COLUMNS, "INTERPRETED": False}
-    return [*cases, Case("moe", "combine_kernel", combine, constants, 4, architectures=HOPPER)]
+    cases.append(Case("moe", "combine_kernel", combine, constants, 4, architectures=HOPPER))
+    route = {"logits_ptr": "*fp32", "bias_ptr": "*fp32", "experts_ptr": "*i64", "weights_ptr": "*fp32", "scale": "fp32"}
+    for E, k, num_warps in ((64, 8, 1), (896, 16, 4)):
+        constants = {"E": E, "BE": 1 << (E - 1).bit_length(), "SLOTS": k, "BS": k, "RENORMALIZE": True}
+        cases.append(Case("moe", "route_kernel", route, constants, num_warps, architectures=HOPPER))
+    return cases
 
 
 def kda_cases() -> list[Case]:
@@ -145,9 +151,10 @@ def kda_cases() -> list[Case]:
         Case(
             "kda",
             "kda_aligned_kernel",
-            pointers | {"scale": "fp32"},
+            pointers | {"scale": "fp32", "state_stride": "i32", "checkpoint_stride": "i32"},
             shape | {"IS_BOUNDED": is_bounded, "PRECISION": "tf32x3"},
             NUM_WARPS,
+            multiples=("state_stride", "checkpoint_stride"),
             architectures=HOPPER,
             stack_bytes=424 if is_bounded else 360,
         )
@@ -165,13 +172,91 @@ def mla_cases() -> list[Case]:
     parts = dict.fromkeys(("peak_ptr", "total_ptr", "part_ptr"), "*fp32")
     tables = dict.fromkeys(("table_ptr", "sequence_ptr", "position_ptr"), "*i32")
     paged = {"q_ptr": "*bf16", "pool_ptr": "*bf16"} | tables | parts | {"scale": "fp32"}
-    paged |= dict.fromkeys(("page", "max_pages", "first"), "i32")
+    paged |= dict.fromkeys(("page", "page_stride", "max_pages", "first"), "i32")
     shape = {"H": H, "C": C, "R": R} | tile | {"SPLIT": SPLIT, "INTERPRETED": False}
     merge = parts | {"position_ptr": "*i32", "out_ptr": "*bf16", "first": "i32", "num_splits": "i32"}
     merge_shape = {"H": H, "R": R, "BR": tile["BR"], "SPLIT": SPLIT}
     return [
-        Case("mla", "mla_paged_kernel", paged, shape, NUM_WARPS, NUM_STAGES, architectures=HOPPER),
+        Case("mla", "mla_paged_kernel", paged, shape, NUM_WARPS, NUM_STAGES, ("page_stride",), HOPPER),
         Case("mla", "merge_splits_kernel", merge, merge_shape, 4, architectures=HOPPER),
+    ]
+
+
+def norm_cases() -> list[Case]:
+    from k3kernels.rms_norm.triton import launch_options
+
+    sizes = {"num_rows": "i32", "eps": "fp32"}
+    plain = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16") | sizes
+    gated = {"o_ptr": "*bf16", "gate_ptr": "*bf16", "weight_ptr": "*fp32", "out_ptr": "*bf16"} | sizes
+    cases = []
+    for kernel, arguments, D in (("rms_norm", plain, 512), ("rms_norm", plain, 7168), ("gated_rms_norm", gated, 128)):
+        constants = launch_options(D) | {"INTERPRETED": False}
+        num_warps = constants.pop("num_warps")
+        cases.append(Case("rms_norm", f"{kernel}_kernel", arguments, constants, num_warps, architectures=HOPPER))
+    return cases
+
+
+def attn_res_cases() -> list[Case]:
+    from k3kernels.attn_res.triton import launch_options
+
+    cases = []
+    for rows, D, pointer in ((3, 2048, "*bf16"), (10, 7168, "*bf16"), (10, 7168, "*fp32")):
+        arguments = {"row_ptrs": (pointer,) * rows} | dict.fromkeys(("norm_ptr", "proj_ptr", "out_ptr"), pointer)
+        constants = launch_options(D) | {"INTERPRETED": False}
+        num_warps = constants.pop("num_warps")
+        arguments |= {"eps": "fp32"}
+        cases.append(Case("attn_res", "attn_res_mix_kernel", arguments, constants, num_warps, architectures=HOPPER))
+    return cases
+
+
+def situ_cases() -> list[Case]:
+    from k3kernels.situ.triton import BLOCK
+
+    sizes = dict.fromkeys(("F", "stride_gate", "stride_up"), "i32")
+    arguments = dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), "*bf16") | sizes
+    arguments |= dict.fromkeys(("beta", "linear_beta"), "fp32")
+    return [
+        Case(
+            "situ",
+            "gated_activation_kernel",
+            arguments,
+            {"KIND": kind, "BLOCK": BLOCK, "INTERPRETED": False},
+            4,
+            multiples=tuple(sizes),
+            architectures=HOPPER,
+        )
+        for kind in (0, 1, 2)
+    ]
+
+
+def short_conv_cases() -> list[Case]:
+    from k3kernels.short_conv.triton import BT, LAUNCH, NORM_EPS, NUM_WARPS, TILE
+
+    rows = {
+        "x_ptr": "*bf16",
+        "taps_ptr": "*fp32",
+        **dict.fromkeys(("window_ptr", "checkpoints_ptr", "out_ptr"), "*bf16"),
+    }
+    work = ("starts", "lengths", "positions", "slots", "edges", "emit_positions", "emit_slots")
+    arguments = rows | {f"{x}_ptr": "*i32" for x in work}
+    arguments |= dict.fromkeys(LAUNCH, "i32")
+    shape = {"eps": NORM_EPS, "H": 32, "K": 128, "J": 4, "HB": TILE // 128, "BK": 128, "BT": BT, "INTERPRETED": False}
+    fp32 = dict.fromkeys(("A_log_ptr", "dt_bias_ptr", "g_ptr", "beta_ptr"), "*fp32")
+    gates = {"f_ptr": "*bf16", "b_ptr": "*bf16", **fp32, "lower_bound": "fp32"}
+    gates_shape = {"H": 32, "K": 128, "HB": TILE // 128, "BK": 128}
+    return [
+        Case("short_conv", "short_conv_kernel", arguments, shape, NUM_WARPS, architectures=HOPPER),
+        *(
+            Case(
+                "short_conv",
+                "kda_gates_kernel",
+                gates,
+                gates_shape | {"HAS_BOUND": has_bound},
+                NUM_WARPS,
+                architectures=HOPPER,
+            )
+            for has_bound in (True, False)
+        ),
     ]
 
 
@@ -195,11 +280,11 @@ def compile_case(case: Case, architecture: int, folder: Path) -> dict[str, objec
     kernel = getattr(importlib.import_module(f"k3kernels.{case.module}.triton"), case.kernel)
     signature = case.arguments | dict.fromkeys(case.constants, "constexpr")
     assert list(signature) == kernel.arg_names, f"{case.kernel} takes {kernel.arg_names}"
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name in case.multiples
-    }
+    aligned = {}
+    for i, (name, kind) in enumerate(signature.items()):
+        parts = [((i,), kind)] if isinstance(kind, str) else [((i, j), part) for j, part in enumerate(kind)]
+        is_aligned = [place for place, part in parts if part.startswith("*") or name in case.multiples]
+        aligned |= {place: [["tt.divisibility", 16]] for place in is_aligned}
     source = ASTSource(kernel, signature, constexprs=case.constants, attrs=aligned)
     target = GPUTarget("cuda", architecture, 32)
     compiled = triton.compile(
@@ -283,6 +368,7 @@ def test_attention_multiplies_on_tensor_cores(compiled, kernel, word):
 
 def main(folder: Path) -> None:
     cases = [*xor_compact_cases(), *linear_cases(), *moe_cases(), *kda_cases(), *mla_cases()]
+    cases += [*norm_cases(), *attn_res_cases(), *situ_cases(), *short_conv_cases()]
     found = [compile_case(case, architecture, folder) for case in cases for architecture in case.architectures]
     result = {"kernels": sorted(kernels_of_the_package()), "found": found}
     (folder / "found.json").write_text(json.dumps(result))

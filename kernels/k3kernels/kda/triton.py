@@ -36,8 +36,9 @@ class KdaPool:
     """What sequences keep between calls, by slot.
 
     state [slots, H, K, V] fp32 (fp64 for fp32 inputs, where it is affordable) stands at the start of the chunk in which
-    the sequence is. k, v [slots, 16, H, K or V] in the inputs' type, g and beta [slots, 16, H, K], [slots, 16, H] in
-    fp32 or wider are that chunk's rows so far. A slot needs no clearing: at position 0 nothing of it is read.
+    the sequence is; each slot's lies in one piece, the slots need not follow each other. k, v [slots, 16, H, K or V] in
+    the inputs' type, g and beta [slots, 16, H, K], [slots, 16, H] in fp32 or wider are that chunk's rows so far. A slot
+    needs no clearing: at position 0 nothing of it is read.
     """
 
     state: Tensor
@@ -177,6 +178,8 @@ def kda_aligned_kernel(  # type: ignore[no-untyped-def]
     emit_positions_ptr,
     emit_slots_ptr,
     scale,
+    state_stride,
+    checkpoint_stride,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -186,7 +189,7 @@ def kda_aligned_kernel(  # type: ignore[no-untyped-def]
     IS_BOUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The pointers are the fields of the inputs, `KdaPool` and `KdaWork`, all contiguous."""
+    """The pointers are the fields of the inputs, `KdaPool` and `KdaWork`, all contiguous but for the strides of slots."""
     wide: tl.constexpr = state_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     block, h, n = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS) % H, tl.program_id(0) // (BLOCKS * H)
@@ -201,7 +204,7 @@ def kda_aligned_kernel(  # type: ignore[no-untyped-def]
     state_at = (h * K + keys[:, None]) * V + values[None, :]
     is_state = (keys < K)[:, None] & is_value
     slot_rows = (tl.maximum(slot, 0) * C + rows) * H + h
-    slot_state = tl.maximum(slot, 0) * H * K * V
+    slot_state = tl.maximum(slot, 0) * state_stride
     first_chunk = first // C
     has_state = is_kept & (first_chunk > 0)
     S = tl.load(state_ptr + slot_state + state_at, mask=is_state & has_state, other=0.0)
@@ -229,7 +232,7 @@ def kda_aligned_kernel(  # type: ignore[no-untyped-def]
             S = S_end
             wants = tl.load(emit_positions_ptr + emit, mask=emit < last_emit, other=-1) == (chunk + 1) * C
             emit_slot = tl.load(emit_slots_ptr + emit, mask=wants, other=0).to(tl.int64)
-            tl.store(checkpoints_ptr + emit_slot * H * K * V + state_at, S, mask=is_state & wants & is_active)
+            tl.store(checkpoints_ptr + emit_slot * checkpoint_stride + state_at, S, mask=is_state & wants & is_active)
             emit += wants.to(tl.int32)
         else:
             # Each program reads seen rows only, so nobody waits for these.
@@ -266,17 +269,21 @@ def kda_aligned_packed(
     V = v_THV.shape[-1]
     inputs = tuple(x.contiguous() for x in (q_THK, k_THK, v_THV, g_THK, beta_TH))
     kept = (pool.state, pool.k, pool.v, pool.g, pool.beta)
-    assert all(x.is_contiguous() for x in kept)
+    checkpoints = pool.state if checkpoints is None else checkpoints
+    assert all(x[:1].is_contiguous() for x in (pool.state, checkpoints))
+    assert all(x.is_contiguous() for x in kept[1:])
     o_THV = torch.empty_like(inputs[2])
     block_v = max(16, min(BLOCK_V, triton.next_power_of_2(V)))
     kda_aligned_kernel[(len(work.slots_N) * H * triton.cdiv(V, block_v),)](
         *inputs,
         o_THV,
         *kept,
-        pool.state if checkpoints is None else checkpoints,
+        checkpoints,
         *(work.starts_N, work.lengths_N, work.positions_N, work.slots_N),
         *(work.emit_edges, work.emit_positions, work.emit_slots),
         scale,
+        pool.state.stride(0),
+        checkpoints.stride(0),
         H=H,
         K=K,
         V=V,

@@ -323,6 +323,19 @@ def grouped_linear(
     )
 
 
+def per_head(x_THK: Tensor, weight_HNK: Tensor) -> Tensor:
+    """x_h W_h^T [T, H, N] in x's type: a group of rows for each head, so a row has the same bits in every batch."""
+    T, H, K = x_THK.shape
+    N, device = weight_HNK.shape[1], x_THK.device
+    y_HTN = torch.empty(H, T, N, dtype=x_THK.dtype, device=device)
+    if T:
+        rows = x_THK.transpose(0, 1).reshape(H * T, K)
+        edges = torch.arange(0, (H + 1) * T, T, dtype=torch.int32, device=device)
+        buckets = Buckets(torch.arange(H * T, dtype=torch.int32, device=device), edges)
+        grouped_linear(rows, weight_HNK.contiguous(), buckets, y_HTN.view(H * T, N), in_order=True)
+    return y_HTN.transpose(0, 1)
+
+
 def launch_options(tile: Tile, K: int) -> dict[str, int | bool]:
     return {
         "BM": tile.block_m,

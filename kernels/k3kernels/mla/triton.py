@@ -32,6 +32,7 @@ def mla_paged_kernel(  # type: ignore[no-untyped-def]
     part_ptr,
     scale,
     page,
+    page_stride,
     max_pages,
     first,
     H: tl.constexpr,
@@ -65,7 +66,7 @@ def mla_paged_kernel(  # type: ignore[no-untyped-def]
             keys = block + tl.arange(0, BS)
             is_key = keys <= position
             pages = tl.load(pages_ptr + keys // page, mask=is_key, other=0).to(tl.int64)
-            row_at = pool_ptr + ((pages * page + keys % page) * C)[:, None]
+            row_at = pool_ptr + (pages * page_stride + (keys % page) * C)[:, None]
             c = tl.load(row_at + latent[None, :], mask=is_key[:, None] & is_latent, other=0.0).to(row_type)
             p = tl.load(row_at + R + shared[None, :], mask=is_key[:, None] & is_shared, other=0.0).to(row_type)
             scores = tl.dot(q_latent, tl.trans(c), input_precision="ieee")
@@ -128,14 +129,14 @@ def mla_paged(
 ) -> Tensor:
     """softmax(q c^T scale) c[:R] of query t at position_T over rows s <= position of its sequence: [T, H, R], q's type.
 
-    pool [pages, page, C] bf16 or fp32; row s of sequence n is pool[page_table[n, s // page], s % page]. The query's own
+    pool [pages, page, C] bf16 or fp32, each page in one piece; row s of sequence n is pool[page_table[n, s // page], s % page]. The query's own
     row must be in it. A position below 0 marks a query that takes no part and gets zeros. max_context: the most rows
     that any query sees, which sizes the scratch memory and changes no bit; by default what the table can hold.
     Nothing waits for the device.
     """
     T, H, C = q_THC.shape
     page = pool_PSC.shape[1]
-    assert pool_PSC.is_contiguous(), "pool must be contiguous"
+    assert pool_PSC[:1].is_contiguous(), "a page of the pool must be contiguous"
     assert page_table_NM.is_contiguous(), "page table must be contiguous"
     q_THC = q_THC.contiguous()
     out_THR = q_THC.new_empty(T, H, R)
@@ -148,7 +149,7 @@ def mla_paged(
         queries = min(turn, T - first)
         mla_paged_kernel[(queries, triton.cdiv(H, tile["BH"]), num_splits)](
             *(q_THC, pool_PSC, page_table_NM, sequence_T, position_T, peak, total, part),
-            *(scale, page, page_table_NM.shape[1], first),
+            *(scale, page, pool_PSC.stride(0), page_table_NM.shape[1], first),
             H=H,
             C=C,
             R=R,

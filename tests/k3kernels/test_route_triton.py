@@ -1,0 +1,76 @@
+"""The router's kernel against its definition: which experts, in which order, with what weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from k3kernels.moe import reference
+from k3kernels.moe.triton import route
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on the CPU, Triton's interpreter
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("T", "E", "k"), [(1, 1, 1), (4, 8, 1), (3, 8, 2), (9, 64, 8), (3, 384, 16), (2, 5, 5)])
+def test_experts_and_weights_are_those_of_the_definition(renormalize, T, E, k):
+    logits, bias = randn(T, E), randn(E, seed=1) * 0.3
+    experts, weights = route(logits, bias, k, renormalize, 2.5)
+    want_experts, want_weights = reference.route(logits, bias, k, renormalize, 2.5)
+    assert torch.equal(experts, want_experts)
+    torch.testing.assert_close(weights, want_weights, rtol=4e-6, atol=0)
+
+
+def test_the_bias_chooses_and_does_not_weigh():
+    logits, bias = torch.tensor([[2.0, 1.0, 0.0]], device=DEVICE), torch.tensor([-1.0, 0.0, 1.0], device=DEVICE)
+    experts, weights = route(logits, bias, 2, False, 1.0)
+    assert experts.tolist() == [[2, 1]]
+    torch.testing.assert_close(weights, torch.sigmoid(logits[:, [2, 1]]), rtol=4e-6, atol=0)
+
+
+def test_equal_scores_go_to_the_lower_number():
+    logits = torch.tensor([[0.0, 3.0, 0.0, 3.0, 0.0, 0.0], [0.0] * 6], device=DEVICE)
+    experts, _ = route(logits, torch.zeros(6, device=DEVICE), 4, True, 1.0)
+    assert experts.tolist() == [[1, 3, 0, 2], [0, 1, 2, 3]]
+
+
+def test_negative_scores_are_ordered_too_and_no_expert_is_chosen_twice():
+    bias = torch.tensor([-5.0, -2.0, -torch.inf, -torch.inf, -3.0], device=DEVICE)
+    experts, _ = route(torch.zeros(1, 5, device=DEVICE), bias, 5, True, 1.0)
+    assert experts.tolist() == [[1, 4, 0, 2, 3]]
+
+
+@pytest.mark.parametrize("nan", [torch.nan, -torch.nan])
+def test_a_nan_of_either_sign_is_chosen_first_and_spoils_the_weights_of_its_token_only(nan):
+    logits = randn(3, 8)
+    logits[1, 5] = nan
+    experts, weights = route(logits, torch.zeros(8, device=DEVICE), 2, True, 1.0)
+    assert experts[1, 0] == 5
+    assert weights.isnan().any(1).tolist() == [False, True, False]
+
+
+def test_a_nan_in_the_bias_chooses_its_expert_and_does_not_weigh():
+    logits, bias = randn(3, 8), torch.zeros(8, device=DEVICE)
+    bias[5] = -torch.nan
+    experts, weights = route(logits, bias, 2, True, 1.0)
+    assert experts[:, 0].eq(5).all()
+    assert weights.isfinite().all()
+
+
+def test_a_token_has_the_same_bits_alone_and_in_any_batch():
+    logits, bias = randn(30, 64), randn(64, seed=1)
+    experts, weights = route(logits, bias, 8, True, 2.0)
+    for start, end in ((0, 1), (29, 30), (4, 11)):
+        got_experts, got_weights = route(logits[start:end], bias, 8, True, 2.0)
+        assert torch.equal(got_experts, experts[start:end])
+        assert torch.equal(got_weights, weights[start:end])
+
+
+def test_more_slots_than_experts_are_refused():
+    with pytest.raises(ValueError, match="1 to 4 slots"):
+        route(randn(2, 4), randn(4), 5, True, 1.0)
