@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,9 @@ from k3kernels.packing import Packing
 from k3kernels.rms_norm import gated_rms_norm
 from k3kernels.short_conv import short_conv
 from k3kernels.two_forms import forward_and_gradient
+
+if TYPE_CHECKING:
+    from k3core.model.packed import PackedWork
 
 
 class Conv1d(nn.Module):
@@ -166,6 +170,68 @@ class KimiDeltaAttention(nn.Module):
         )
         state.window_NJP[self.layer][:N] = torch.where(is_active_N[:, None, None], window_and_qkv[:, 1:], window)
         return self._output(o_NHV, x_ND)
+
+    def packed(self, x_TD: Tensor, work: PackedWork, packing: Packing | None, state: SlotState | None) -> Tensor:
+        """On a GPU, for a trainer (which gives its packing, for the gradient's form), a prefill and a decode alike."""
+        qkv_TP = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], -1)
+        forms = (partial(self._kernels, work, state), partial(self._chunked, packing))
+        taps_PJ = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
+        f_TP = self.f_b_proj(self.f_a_proj(x_TD))
+        o_THV = forward_and_gradient(*forms, qkv_TP, f_TP, self.b_proj(x_TD), taps_PJ, self.A_log, self.dt_bias)
+        return self._output(o_THV, x_TD)
+
+    def _kernels(
+        self,
+        work: PackedWork,
+        state: SlotState | None,
+        qkv_TP: Tensor,
+        f_TP: Tensor,
+        b_TH: Tensor,
+        taps_PJ: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+    ) -> Tensor:
+        from k3kernels.kda.triton import empty_pool, kda_aligned_packed
+        from k3kernels.short_conv.triton import kda_gates, short_conv_packed
+
+        H, K, J = self.cfg.kda_num_heads, self.cfg.kda_head_dim, self.cfg.short_conv_kernel_size
+        bound = self.cfg.gate_lower_bound
+        states, windows = None, None
+        if state is None:
+            pool = empty_pool(1, H, K, K, qkv_TP.dtype, wider(qkv_TP.dtype), qkv_TP.device)
+            window = qkv_TP.new_zeros(1, J - 1, 3 * H * K)
+        else:
+            pool, window = state.kda_pool[self.layer], state.window_NJP[self.layer]
+            if work.has_emits:
+                states, windows = state.checkpoints_of(self.layer)
+        taps_JP = taps_PJ.T.contiguous()
+        q, k, v = short_conv_packed(qkv_TP, taps_JP, window, work.kda, H, work.max_new, windows)
+        g_THK, beta_TH = kda_gates(f_TP, b_TH, A_log, dt_bias, bound)
+        return kda_aligned_packed(q, k, v, g_THK, beta_TH, pool, work.kda, bound, K**-0.5, states)
+
+    def _chunked(
+        self,
+        packing: Packing | None,
+        qkv_TP: Tensor,
+        f_TP: Tensor,
+        b_TH: Tensor,
+        taps_PJ: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+    ) -> Tensor:
+        """The same, up to rounding, in the form that has a gradient."""
+        assert packing is not None
+        H, K, J = self.cfg.kda_num_heads, self.cfg.kda_head_dim, self.cfg.short_conv_kernel_size
+        bound = self.cfg.gate_lower_bound
+        N, length = packing.num_sequences, -(-packing.max_length // CHUNK) * CHUNK
+        qkv_NLP = packing.pad(qkv_TP, length)
+        window_and_qkv = torch.cat([qkv_NLP.new_zeros(N, J - 1, qkv_NLP.shape[-1]), qkv_NLP], 1)
+        q, k, v = short_conv(window_and_qkv, taps_PJ).unflatten(-1, (3, H, K)).unbind(2)
+        g_THK = kda_gate(f_TP.unflatten(-1, (H, K)), A_log, dt_bias.view(H, K), bound)
+        beta_TH = torch.sigmoid(b_TH.to(g_THK.dtype))
+        S = qkv_NLP.new_zeros(N, H, K, K, dtype=wider(qkv_TP.dtype))
+        inputs = (l2_norm(q), l2_norm(k), v, packing.pad(g_THK, length), packing.pad(beta_TH, length), S)
+        return packing.unpad(kda_chunked(*inputs, CHUNK, bound, K**-0.5)[0].contiguous())
 
     @torch.no_grad()
     def init_as_copying(self) -> None:

@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from k3core.model.config import K3Config
+from k3kernels.dispatch import uses_invariant_product
+from k3kernels.linear import linear
 from k3kernels.rms_norm import rms_norm
-from k3kernels.situ import situ
+from k3kernels.situ import gated_activation
 
 
 class Linear(nn.Module):
@@ -53,10 +55,15 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The factors are multiplied in x's type, and their product is added in it."""
-        y = F.linear(x, self.weight)
+        y = product(x, self.weight)
         if self.lora_A is not None and self.lora_B is not None:
-            y = y + self.lora_scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+            y = y + self.lora_scale * product(product(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
         return y
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T; on a GPU, where bits must not depend on the batch, by a kernel whose sums have one order."""
+    return linear(x, weight) if uses_invariant_product(x) else F.linear(x, weight)
 
 
 class RMSNorm(nn.Module):
@@ -80,12 +87,13 @@ class MLP(nn.Module):
         self.cfg = cfg
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(gated_activation(self.cfg, self.gate_proj(x_TD), self.up_proj(x_TD)))
+        return self.down_proj(gated_activation(self.gate_proj(x_TD), self.up_proj(x_TD), situ_betas(self.cfg)))
 
 
-def gated_activation(cfg: K3Config, gate: Tensor, up: Tensor) -> Tensor:
+def situ_betas(cfg: K3Config) -> tuple[float, float | None] | None:
+    """SiTU's (beta, linear_beta), or None for SiLU. Raises ValueError for another activation."""
     if cfg.hidden_act == "situ":
-        return situ(gate, up, cfg.activation_situ_beta, cfg.activation_situ_linear_beta)
+        return cfg.activation_situ_beta, cfg.activation_situ_linear_beta
     if cfg.hidden_act == "silu":
-        return F.silu(gate) * up
+        return None
     raise ValueError(f"model.hidden_act: {cfg.hidden_act!r} is not known; use situ or silu")

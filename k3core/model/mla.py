@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,9 @@ from k3core.model.state import Emit, SlotState
 from k3kernels.mla import KEYS, absorb_queries, attend_latent, mla_attention_from_start, unabsorb
 from k3kernels.packing import Packing
 from k3kernels.two_forms import forward_and_gradient
+
+if TYPE_CHECKING:
+    from k3core.model.packed import PackedWork
 
 QUERY_BLOCK = 64  # queries whose scores exist at a time; a multiple of KEYS
 
@@ -139,6 +143,36 @@ class MultiHeadLatentAttention(nn.Module):
             return self._attend(q_NHC.unsqueeze(1), rows_NSC, pos_N.unsqueeze(1)).squeeze(1)
 
         return self._output(self._absorbed(q_NHX, self.kv_b_proj.effective_weight(), attend).flatten(1), x_ND)
+
+    def packed(self, x_TD: Tensor, work: PackedWork, packing: Packing | None, state: SlotState | None) -> Tensor:
+        """On a GPU, for a trainer (which gives its packing, for the gradient's form), a prefill and a decode alike."""
+        q_THX = self._queries(x_TD).unflatten(-1, (self.cfg.num_attention_heads, self.qk_head_dim))
+        forms = (partial(self._kernels, work, state), partial(self._expanded_packed, packing))
+        o_THV = forward_and_gradient(*forms, q_THX, self._latent(x_TD), self.kv_b_proj.effective_weight())
+        return self._output(o_THV.flatten(1), x_TD)
+
+    def _kernels(
+        self, work: PackedWork, state: SlotState | None, q_THX: Tensor, latent_TC: Tensor, kv_b: Tensor
+    ) -> Tensor:
+        """An adapter's weight is wider than its inputs; then the products with it are too."""
+        from k3kernels.linear.triton import per_head
+        from k3kernels.mla.triton import mla_paged
+
+        H, R, nope = self.cfg.num_attention_heads, self.cfg.kv_lora_rank, self.cfg.qk_nope_head_dim
+        pages_PSC = latent_TC.unsqueeze(1)
+        if state is not None:
+            pages_PSC = state.pages_PSC[self.layer]
+            pages_PSC[work.page_T, work.offset_T] = latent_TC
+        kv_b_HYR, dtype = kv_b.unflatten(0, (H, -1)), q_THX.dtype
+        q_THR = per_head(q_THX[..., :nope].to(kv_b.dtype), kv_b_HYR[:, :nope].mT)
+        q_THC = torch.cat([q_THR.to(dtype), q_THX[..., nope:]], -1)
+        where = (work.table, work.sequence_T, work.position_T)
+        read_THR = mla_paged(q_THC, pages_PSC, *where, R, self.qk_head_dim**-0.5, work.max_context)
+        return per_head(read_THR.to(kv_b.dtype), kv_b_HYR[:, nope:]).to(dtype)
+
+    def _expanded_packed(self, packing: Packing | None, q_THX: Tensor, latent_TC: Tensor, kv_b: Tensor) -> Tensor:
+        assert packing is not None
+        return self._expanded(q_THX, latent_TC, lambda c: F.linear(c, kv_b.to(c.dtype)), packing)
 
     @torch.no_grad()
     def init_as_copying(self) -> None:

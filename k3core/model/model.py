@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from k3core.model.config import MXFP4_GROUP, K3Config
 from k3core.model.kda import KimiDeltaAttention
-from k3core.model.layers import MLP, Linear, RMSNorm
+from k3core.model.layers import MLP, Linear, RMSNorm, product
 from k3core.model.mla import MultiHeadLatentAttention
 from k3core.model.moe import LatentMoE
 from k3core.model.precision import FP32_KEPT as FP32_KEPT
@@ -21,10 +22,15 @@ from k3core.model.precision import cast_model
 from k3core.model.recompute import Run, run_and_recompute, run_once
 from k3core.model.state import Emit, SlotState
 from k3kernels.attn_res import attn_res_mix
+from k3kernels.dispatch import uses_invariant_product
 from k3kernels.dtypes import wider
+from k3kernels.linear import linear
 from k3kernels.linear_logprob import MAX_LOGITS, MAX_WEIGHT, linear_logprob, wide_logits
 from k3kernels.linear_logprob.reference import linear_logprob as linear_logprob_whole
 from k3kernels.packing import Packing
+
+if TYPE_CHECKING:
+    from k3core.model.packed import PackedWork
 
 EMBEDDING_STD = 0.3  # of a model from scratch
 FP4_CODES_RMS = 2.926  # of uniformly drawn E2M1 codes: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, of either sign
@@ -103,6 +109,11 @@ class K3Model(nn.Module):
         activation_checkpointing: each layer keeps its input and its experts, and is computed again in the backward pass.
         """
         assert state is None or not activation_checkpointing, "computed again, a layer would move the slots again"
+        if state is None and uses_invariant_product(self.norm.weight):
+            from k3core.model.packed import whole_sequences
+
+            work = whole_sequences(packing)
+            return self.packed(tokens_T, work, packing, None, replay_TLk, activation_checkpointing)
         num_missing = -len(tokens_T) % ROWS if tokens_T.device.type == "cpu" else 0
         x_TD = self.embed_tokens(F.pad(tokens_T, (0, num_missing)))
         run = run_and_recompute if activation_checkpointing and torch.is_grad_enabled() else run_once
@@ -114,6 +125,23 @@ class K3Model(nn.Module):
             state.length_N[slots_N] += packing.lengths_N
         T = packing.num_tokens
         return Forward(forward.hidden_TD[:T], forward.routed_experts_TLk[:T])
+
+    def packed(
+        self,
+        tokens_T: Tensor,
+        work: PackedWork,
+        packing: Packing | None = None,
+        state: SlotState | None = None,
+        replay_TLk: Tensor | None = None,
+        activation_checkpointing: bool = False,
+    ) -> Forward:
+        """Any call on a GPU, in kernels in which a token's bits are its own sequence's; a CUDA graph can hold it.
+
+        packing: a trainer's, for its gradient. The state's length_N is not moved: work has the positions.
+        """
+        run = run_and_recompute if activation_checkpointing and torch.is_grad_enabled() else run_once
+        x_TD = self.embed_tokens(tokens_T)
+        return self._layers(x_TD, replay_TLk, lambda attn, x: attn.packed(x, work, packing, state), run)
 
     def decode(self, tokens_N: Tensor, state: SlotState, is_active_N: Tensor) -> Forward:
         """One token for each of the first N slots; slots that are not active stay as they are."""
@@ -128,10 +156,18 @@ class K3Model(nn.Module):
         Logits are the largest numbers of the model: one ulp of a logit of 16 in fp32 is 2e-6 nat, which would be most
         of the difference between trainer and engine. A large head is converted a block of the vocabulary at a time.
         """
+        if uses_invariant_product(hidden_TD):
+            return self._invariant_logits(hidden_TD)
         if self._is_head_small():
             wide = wider(hidden_TD.dtype)
             return F.linear(hidden_TD.to(wide), self.lm_head.effective_weight().to(wide))
         return wide_logits(hidden_TD, self.lm_head.weight, self._head_branch(hidden_TD))
+
+    def _invariant_logits(self, hidden_TD: Tensor) -> Tensor:
+        """fp32 sums of products of narrow factors are those of wide ones."""
+        logits_TV = linear(hidden_TD, self.lm_head.weight, torch.float32)
+        branch = self._head_branch(hidden_TD)
+        return logits_TV if branch is None else logits_TV + linear(branch[0], branch[1].to(branch[0].dtype))
 
     def logprobs(self, hidden_MD: Tensor, tokens_M: Tensor, temperature: float) -> Tensor:
         """log softmax(logits / temperature) at each row's token, fp32 [M]; blocks of logits where they are many."""
@@ -148,7 +184,7 @@ class K3Model(nn.Module):
         if A_rD is None or B_Vr is None:
             return None
         wide = wider(hidden_MD.dtype)
-        return self.lm_head.lora_scale * F.linear(hidden_MD.to(wide), A_rD.to(wide)), B_Vr
+        return self.lm_head.lora_scale * product(hidden_MD.to(wide), A_rD.to(wide)), B_Vr
 
     def _layers(self, x_TD: Tensor, replay_TLk: Tensor | None, attend: Attend, run: Run) -> Forward:
         bank: list[Tensor] = []

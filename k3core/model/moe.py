@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from k3core.model.config import MXFP4, K3Config
-from k3core.model.layers import MLP, Linear, RMSNorm
+from k3core.model.layers import MLP, Linear, RMSNorm, product, situ_betas
 from k3kernels.moe import LoraPair, Matrices, PackedMatrices, moe_experts, route
 from k3kernels.mxfp4 import GROUP, packed_shapes
 
@@ -23,7 +22,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
-        return F.linear(x_TD.to(wide), self.weight.to(wide))
+        return product(x_TD.to(wide), self.weight.to(wide))
 
 
 class Experts(nn.Module):
@@ -142,12 +141,3 @@ class LatentMoE(nn.Module):
         if cfg.num_shared_experts:
             r_TR = r_TR + self.shared_experts(x_TD)
         return r_TR, experts_Tk
-
-
-def situ_betas(cfg: K3Config) -> tuple[float, float | None] | None:
-    """SiTU's (beta, linear_beta), or None for SiLU. Raises ValueError for another activation."""
-    if cfg.hidden_act == "situ":
-        return cfg.activation_situ_beta, cfg.activation_situ_linear_beta
-    if cfg.hidden_act == "silu":
-        return None
-    raise ValueError(f"model.hidden_act: {cfg.hidden_act!r} is not known; use situ or silu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from k3core.model.config import K3Config
 from k3kernels.dtypes import wider
 from k3kernels.kda import CHUNK, ChunkRows
 from k3kernels.mla import KEYS
+
+if TYPE_CHECKING:
+    from k3kernels.kda.triton import KdaPool
 
 PAGE = CHUNK  # tokens of a page unless told otherwise
 
@@ -74,8 +78,8 @@ class SlotState:
     """Histories of up to `num_slots` sequences of up to `max_length` tokens.
 
     kda_NHKV[layer] the recurrent state at the start of the chunk in which the slot stands, in the next wider type;
-    chunk_rows[layer] what it has seen of that chunk; window_NJP[layer] the last J-1 inputs of the convolution (q|k|v),
-    pages_PSC[layer] latent rows (kv_lora_rank | rope width), of which those of slot n at position p are in page
+    chunk_rows[layer] what it has seen of that chunk (on a GPU in kda_pool[layer]); window_NJP[layer] the last J-1 inputs
+    of the convolution (q|k|v), pages_PSC[layer] latent rows (kv_lora_rank | rope width), of which those of slot n at position p are in page
     table_NM[n, p // page_size]. length_N counts the tokens that all of them have seen: there is one position per slot,
     so they cannot come apart. All lie on `device`, the model's; dtype is that of the model's activations.
 
@@ -100,11 +104,14 @@ class SlotState:
         max_pages = -(-max_length // self.read_size) * self.read_size // page_size
         owned = torch.arange(num_slots * max_pages, device=device).view(num_slots, max_pages)
         self.table_NM = owned if num_pages is None else torch.zeros_like(owned)
-        self.slots = Histories.empty(cfg, num_pages or owned.numel(), num_slots, page_size, dtype, device)
+        is_gpu = torch.device(device).type == "cuda"
+        # On a GPU one page more, for rows that take no part: to leave them out it would have to be asked who they are.
+        self.slots = Histories.empty(cfg, (num_pages or owned.numel()) + is_gpu, num_slots, page_size, dtype, device)
         self.checkpoints = Histories.empty(cfg, 0, num_checkpoints, page_size, dtype, device)
         self._kda_index: dict[int, int] = {}
         self.kda_NHKV: dict[int, Tensor] = {}
         self.chunk_rows: dict[int, ChunkRows] = {}
+        self.kda_pool: dict[int, KdaPool] = {}
         self.window_NJP: dict[int, Tensor] = {}
         self.pages_PSC: dict[int, Tensor] = {}
         for layer in range(cfg.num_hidden_layers):
@@ -112,7 +119,11 @@ class SlotState:
                 n = self._kda_index[layer] = len(self._kda_index)
                 self.kda_NHKV[layer] = self.slots.states_NLHKV[:, n]
                 self.window_NJP[layer] = self.slots.windows_NLJP[:, n]
-                shape = (num_slots, cfg.kda_num_heads, CHUNK, cfg.kda_head_dim)
+                H, K = cfg.kda_num_heads, cfg.kda_head_dim
+                if is_gpu:
+                    self.kda_pool[layer] = _pool_of(self.kda_NHKV[layer], dtype)
+                    continue
+                shape = (num_slots, H, CHUNK, K)
                 rows = [torch.zeros(shape, dtype=wider(dtype), device=device) for _ in range(4)]
                 self.chunk_rows[layer] = ChunkRows(*rows)
             else:
@@ -141,6 +152,11 @@ class SlotState:
         self.checkpoints.states_NLHKV[checkpoint, self._kda_index[layer]] = state_HKV
         self.checkpoints.windows_NLJP[checkpoint, self._kda_index[layer]] = window_JP
 
+    def checkpoints_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """States and windows of a KDA layer."""
+        n = self._kda_index[layer]
+        return self.checkpoints.states_NLHKV[:, n], self.checkpoints.windows_NLJP[:, n]
+
     def restore(self, checkpoint: int, slot: int, length: int) -> None:
         """The checkpoint, which stands at `length`, into a slot whose pages are set."""
         assert length % CHUNK == 0, length
@@ -168,4 +184,17 @@ class SlotState:
 
     def _tensors(self) -> list[Tensor]:
         kept = [x for h in (self.slots, self.checkpoints) for x in (h.pages_PLSC, h.states_NLHKV, h.windows_NLJP)]
-        return [*kept, *(x for rows in self.chunk_rows.values() for x in rows.tensors())]
+        pools = [x for pool in self.kda_pool.values() for x in (pool.k, pool.v, pool.g, pool.beta)]
+        return [*kept, *pools, *(x for rows in self.chunk_rows.values() for x in rows.tensors())]
+
+
+def _pool_of(states_NHKV: Tensor, dtype: torch.dtype) -> KdaPool:
+    from k3kernels.kda.triton import KdaPool  # where there is no GPU, Triton need not be installed
+
+    N, H, K, V = states_NHKV.shape
+    g_dtype = torch.promote_types(dtype, torch.float32)
+
+    def rows(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(N, CHUNK, *shape, dtype=dtype, device=states_NHKV.device)
+
+    return KdaPool(states_NHKV, rows(H, K), rows(H, V), rows(H, K, dtype=g_dtype), rows(H, dtype=g_dtype))
