@@ -15,8 +15,8 @@ from k3core.model.model import ROWS, K3Model, build_model
 from k3core.model.weights import is_adapter_tensor, load_tensors, named_tensors
 from k3core.rl.optim import NamedAdamW, OptimConfig, StepResult
 from k3core.rl.renormalise import head_supported_logprobs
-from k3kernels.linear_logprob import MAX_LOGITS
 from k3kernels.dispatch import is_batch_invariant
+from k3kernels.linear_logprob import MAX_LOGITS
 from k3kernels.packing import Packing
 
 Loss = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from k3core.checkpoint.adapter import Adapter, attach_adapter
 from k3core.model.lora import Branches, LoraConfig, branches_of, detach_lora, set_branches
 from k3core.model.model import K3Model
 from k3core.rollout.protocol import UnknownAdapter
@@ -42,6 +41,8 @@ class AdapterSet:
 
     def load(self, name: str, tensors: Mapping[str, Tensor], config: LoraConfig) -> None:
         """Raises ValueError for what does not fit the model; nothing changes then."""
+        from k3core.checkpoint.adapter import Adapter, attach_adapter  # reads files with what a GPU job may lack
+
         if not name:
             raise ValueError("an adapter needs a name")
         detach_lora(self.model)

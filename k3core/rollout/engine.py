@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -12,18 +13,20 @@ from torch import Tensor
 
 from k3core.model.config import K3Config
 from k3core.model.lora import LoraConfig, attach_lora
-from k3core.model.model import ROWS, build_model
-from k3core.model.state import Emit
+from k3core.model.model import ROWS, Forward, K3Model, build_model
+from k3core.model.state import Emit, SlotState
 from k3core.model.weights import load_tensors, named_tensors
 from k3core.rollout.adapters import AdapterSet
+from k3core.rollout.cpu_runner import CpuRunner
 from k3core.rollout.memory import EngineMemory, Lease, MemorySizes, stepped
 from k3core.rollout.prefix_cache import CacheStats, Namespace
 from k3core.rollout.protocol import GenerateRequest, Generation, SampledToken, Stop, UnknownAdapter, UpdateRule
 from k3core.rollout.sampling import sample, sequence_generator
 from k3core.rollout.scheduling import Limits, Piece, Refused, Running, Waiting, admit, schedule
 from k3core.rollout.stops import StopMatcher
-from k3core.tokenizer import Tokenizer
-from k3kernels.packing import Packing
+
+if TYPE_CHECKING:
+    from k3core.tokenizer import Tokenizer
 
 MAX_QUEUE = 1 << 16  # turns that wait; who faces clients bounds them earlier
 
@@ -53,6 +56,35 @@ class _Turn:
     matched: str | int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """Turns that get a token, and the logits that it is drawn from."""
+
+    turns: list[_Turn]
+    logits_NV: Tensor
+
+
+class Runner(Protocol):
+    """How passes run: see `CpuRunner` and `GpuRunner`."""
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        emits: Sequence[Emit] = (),
+    ) -> Forward: ...
+
+    def decode(
+        self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int], adapter: object = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def logits(self, hidden_ND: Tensor) -> Tensor: ...
+
+    def forget(self, adapter: object) -> None: ...
+
+
 class K3Engine:
     """Continuous batching over our model, with a prefix cache behind it.
 
@@ -77,8 +109,10 @@ class K3Engine:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         max_queue: int = MAX_QUEUE,
+        is_invariant: bool = True,
     ) -> None:
-        """tokenizer: what stop strings are found with. Raises ValueError for sizes under which a turn could wait for ever."""
+        """tokenizer: what stop strings are found with. is_invariant: whether a GPU's products of matrices have one order
+        for every batch (the CPU's always have). Raises ValueError for sizes under which a turn could wait for ever."""
         self.num_slots = -(-num_slots // ROWS) * ROWS
         self.model = build_model(cfg, dtype, device)
         if lora is not None:
@@ -95,6 +129,7 @@ class K3Engine:
             max_length=max_length,
             max_queue=max_queue,
         )
+        self.runner = _make_runner(self.model, self.memory.state, is_invariant)
         self.stop_token = stop_token
         self.max_length = max_length
         self.tokenizer = tokenizer
@@ -151,6 +186,7 @@ class K3Engine:
         """As `Engine.load_adapter`; running turns of an older one of that name begin again from their tokens."""
         before = self.adapter_set.sha256(name) if name in self.adapters else None
         self.adapter_set.load(name, tensors, config)
+        self.runner.forget(name)
         if before not in (None, self.adapter_set.sha256(name)):
             for turn in self._running():
                 if turn.request.adapter == name:
@@ -158,6 +194,7 @@ class K3Engine:
 
     def unload_adapter(self, name: str) -> None:
         self.adapter_set.unload(name)
+        self.runner.forget(name)
         for turn in list(self._turns.values()):
             if turn.request.adapter == name:
                 self._leave(turn)
@@ -278,11 +315,9 @@ class K3Engine:
             self.memory.grow(lease)
         for admission in plan.admitted:
             self._take(self._turns[admission.sequence], admission.num_pages)
-        prefilled = self._prefill(plan.prefill)
-        decoded = self._decode([self._turns[name] for name in plan.decode])
-        rows = [*prefilled, *decoded]
-        if rows:
-            self._draw([turn for turn, _ in rows], torch.stack([hidden_D for _, hidden_D in rows]))
+        drawings = [*self._prefill(plan.prefill), *self._decode([self._turns[name] for name in plan.decode])]
+        if drawings:
+            self._draw(drawings)
 
     def _as_running(self, turn: _Turn) -> Running:
         assert turn.lease is not None
@@ -340,32 +375,33 @@ class K3Engine:
 
     # Passes
 
-    def _prefill(self, pieces: Sequence[Piece]) -> list[tuple[_Turn, Tensor]]:
-        """One pass for each adapter; turns whose prompts are complete now, each with its last row."""
-        complete: list[tuple[_Turn, Tensor]] = []
-        for adapter, group in _by_adapter(self._turns[piece.sequence] for piece in pieces).items():
-            ends = {piece.sequence: piece.end for piece in pieces}
+    def _prefill(self, pieces: Sequence[Piece]) -> list[_Drawing]:
+        """One pass for each adapter; those whose prompts are complete now draw."""
+        ends = {piece.sequence: piece.end for piece in pieces}
+        drawings: list[_Drawing] = []
+        for adapter, group in _by_adapter(self._turns[name] for name in ends).items():
             taken = [(turn, turn.num_fed, ends[turn.request.sequence]) for turn in group]
-            packing = Packing(tuple(end - start for _, start, end in taken), self.device)
-            tokens = [token for turn, start, end in taken for token in turn.history[start:end]]
-            slots_N = torch.tensor([_lease(turn).slot for turn in group], device=self.device)
             self.adapter_set.activate(adapter)
-            forward = self.model(
-                torch.tensor(tokens, device=self.device),
-                *(packing, None, self.memory.state, slots_N),
-                emits=self._emits(taken),
+            forward = self.runner.prefill(
+                [token for turn, start, end in taken for token in turn.history[start:end]],
+                [end - start for _, start, end in taken],
+                [_lease(turn).slot for turn in group],
+                [start for _, start, _ in taken],
+                self._emits(taken),
             )
             routes_TLk = self._routes(forward.routed_experts_TLk)
-            first = 0
+            first, complete, rows = 0, [], []
             for turn, start, end in taken:
-                lease = _lease(turn)
-                self.memory.write_routes(lease, start, routes_TLk[first : first + end - start])
+                self.memory.write_routes(_lease(turn), start, routes_TLk[first : first + end - start])
                 first += end - start
                 turn.num_fed = end
                 if end == turn.target:
-                    self.memory.share(lease, turn.history[:end])
-                    complete.append((turn, forward.hidden_TD[first - 1]))
-        return complete
+                    self.memory.share(_lease(turn), turn.history[:end])
+                    complete.append(turn)
+                    rows.append(first - 1)
+            if complete:
+                drawings.append(_Drawing(complete, self.runner.logits(forward.hidden_TD[rows])))
+        return drawings
 
     def _emits(self, taken: Sequence[tuple[_Turn, int, int]]) -> list[Emit]:
         emits: list[Emit] = []
@@ -376,48 +412,36 @@ class K3Engine:
                     emits.append(Emit(n, position, checkpoint))
         return emits
 
-    def _decode(self, turns: Sequence[_Turn]) -> list[tuple[_Turn, Tensor]]:
-        """One token for each, in one pass for each adapter; each turn with its row."""
-        decoded: list[tuple[_Turn, Tensor]] = []
-        self.memory.close_ranks(-(-len(self._running()) // ROWS) * ROWS)
-        num_rows = -(-self.memory.num_slots_used // ROWS) * ROWS
+    def _decode(self, turns: Sequence[_Turn]) -> list[_Drawing]:
+        """One token for each, in one pass for each adapter."""
+        if self.device.type == "cpu":
+            self.memory.close_ranks(-(-len(self._running()) // ROWS) * ROWS)
+        drawings: list[_Drawing] = []
         for adapter, group in _by_adapter(turns).items():
-            slots = [_lease(turn).slot for turn in group]
-            tokens_N = torch.zeros(num_rows, dtype=torch.long)
-            is_active_N = torch.zeros(num_rows, dtype=torch.bool)
-            tokens_N[slots] = torch.tensor([turn.history[turn.num_fed] for turn in group])
-            is_active_N[slots] = True
             self.adapter_set.activate(adapter)
-            forward = self.model.decode(
-                tokens_N.to(self.device), self.memory.state, is_active_N.to(self.device, non_blocking=True)
+            logits_NV, routes = self.runner.decode(
+                [turn.history[turn.num_fed] for turn in group],
+                [_lease(turn).slot for turn in group],
+                [turn.num_fed for turn in group],
+                adapter,
             )
-            routes_TLk = self._routes(forward.routed_experts_TLk)
-            for turn, slot in zip(group, slots, strict=True):
+            routes_NLk = self._routes(routes)
+            for turn, routes_Lk in zip(group, routes_NLk, strict=True):
                 lease = _lease(turn)
-                self.memory.write_routes(lease, turn.num_fed, routes_TLk[slot : slot + 1])
+                self.memory.write_routes(lease, turn.num_fed, routes_Lk[None])
                 turn.num_fed += 1
                 if turn.num_fed % self.memory.grid == 0:
                     self.memory.roll_checkpoint(lease, turn.num_fed)
-                decoded.append((turn, forward.hidden_TD[slot]))
-        return decoded
+            drawings.append(_Drawing(group, logits_NV))
+        return drawings
 
     def _routes(self, routes_TLk: Tensor) -> np.ndarray:
         return routes_TLk.cpu().numpy().astype(self.memory.route_dtype)
 
-    def _draw(self, turns: Sequence[_Turn], hidden_ND: Tensor) -> None:
+    def _draw(self, drawings: Sequence[_Drawing]) -> None:
         """The next token of each turn from its row."""
-        padded_MD = torch.cat([hidden_ND, hidden_ND[:1].expand(-len(turns) % ROWS, -1)])
-        logits_NV = torch.empty(len(padded_MD), self.model.cfg.vocab_size)
-        for adapter, group in _by_adapter(turns).items():
-            self.adapter_set.activate(adapter)
-            logits = self.model.logits(padded_MD)
-            if len(group) == len(turns):
-                logits_NV = logits
-            else:
-                rows = [n for n, turn in enumerate(turns) if turn.request.adapter == adapter]
-                logits_NV = logits_NV.to(logits)
-                logits_NV[rows] = logits[rows]
-        logits_NV = logits_NV[: len(turns)]
+        turns = [turn for drawing in drawings for turn in drawing.turns]
+        logits_NV = torch.cat([drawing.logits_NV for drawing in drawings])
         if not torch.isfinite(logits_NV).all():
             raise FloatingPointError(f"the logits of step {self._step} are not finite")
         draws = sample(logits_NV, [turn.request.sampling for turn in turns], [t.generator.random() for t in turns])
@@ -469,6 +493,14 @@ class K3Engine:
             turn.matcher.feed(self.tokenizer.decode_bytes([token]))
             turn.matched = turn.matcher.stop
         return turn.matched is not None
+
+
+def _make_runner(model: K3Model, state: SlotState, is_invariant: bool) -> Runner:
+    if model.embed_tokens.weight.device.type == "cpu":
+        return CpuRunner(model, state)
+    from k3core.rollout.gpu_runner import GpuRunner  # where there is no GPU, Triton need not be installed
+
+    return GpuRunner(model, state, is_invariant)
 
 
 def _lease(turn: _Turn) -> Lease:

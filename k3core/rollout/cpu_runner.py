@@ -1,0 +1,52 @@
+"""Passes on the CPU, in whole multiples of ROWS rows, in which BLAS and vector loops round each row alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from k3core.model.model import ROWS, Forward, K3Model
+from k3core.model.state import Emit, SlotState
+from k3kernels.packing import Packing
+
+
+class CpuRunner:
+    """A decode's rows are the slots from 0 up to the highest that takes part."""
+
+    def __init__(self, model: K3Model, state: SlotState) -> None:
+        self.model, self.state = model, state
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        emits: Sequence[Emit] = (),
+    ) -> Forward:
+        """Pieces of prompts, packed; sequence n lives in slots[n], which stands at positions[n]."""
+        assert self.state.length_N[list(slots)].tolist() == list(positions)
+        packing = Packing(tuple(lengths))
+        return self.model(torch.tensor(tokens), packing, None, self.state, torch.tensor(slots), emits=emits)
+
+    def decode(
+        self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int], adapter: object = None
+    ) -> tuple[Tensor, Tensor]:
+        """One token for each: logits [N, V] and routed experts [N, L, k]."""
+        del positions, adapter
+        num_rows = -(-(max(slots) + 1) // ROWS) * ROWS
+        tokens_N = torch.zeros(num_rows, dtype=torch.long)
+        is_active_N = torch.zeros(num_rows, dtype=torch.bool)
+        tokens_N[slots] = torch.tensor(tokens)
+        is_active_N[slots] = True
+        forward = self.model.decode(tokens_N, self.state, is_active_N)
+        return self.logits(forward.hidden_TD[slots]), forward.routed_experts_TLk[slots]
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        N = len(hidden_ND)
+        return self.model.logits(torch.cat([hidden_ND, hidden_ND[:1].expand(-N % ROWS, -1)]))[:N]
+
+    def forget(self, adapter: object) -> None:
+        """Nothing is kept of an adapter."""
