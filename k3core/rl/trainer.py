@@ -82,37 +82,10 @@ class Trainer:
         Arguments may lie elsewhere. Without a target the model is not run and the result is empty, without a gradient.
         Raises ValueError where the recorded experts are not those of this model's MoE layers.
         """
-        assert bool((packing.pos_T[target_M] > 0).all()), "nothing comes before a sequence's first token"
-        cfg = self.model.cfg
-        routed = (len(cfg.moe_layers), cfg.num_experts_per_token)
-        if replay_TLk is not None and replay_TLk.shape[1:] != routed:
-            raise ValueError(f"recorded experts are {tuple(replay_TLk.shape[1:])} a token, the model's are {routed}")
-        device = self.device
-        tokens_T, target_M = tokens_T.to(device), target_M.to(device)
-        if target_M.numel() == 0:
-            return torch.zeros(0, device=device)
-        if torch.device(packing.device) != device:
-            packing = Packing(packing.lengths, device)
-        replay_TLk = None if replay_TLk is None else replay_TLk.to(device)
-        forward = self.model(tokens_T, packing, replay_TLk, activation_checkpointing=self.activation_checkpointing)
-        M = len(target_M)
-        num_missing = -M % ROWS if device.type == "cpu" else 0  # in whole multiples, as the engine's head computes them
-        target_M = torch.cat([target_M, target_M[:1].expand(num_missing)])
-        hidden_MD = forward.hidden_TD.index_select(0, target_M - 1)
-        if supports_M is None and device.type != "cpu" and not is_batch_invariant():
-            return self.model.logprobs(hidden_MD, tokens_T[target_M], temperature)[:M]
-        supports_M = supports_M or [None] * M  # the engine's own rounding, with or without supports
-        logprobs_M = head_supported_logprobs(
-            hidden_MD,
-            self.model.logits,
-            [p for p in self.model.lm_head.parameters() if p.requires_grad],
-            cfg.vocab_size,
-            tokens_T[target_M],
-            temperature,
-            [*supports_M, *[supports_M[0]] * num_missing],
-            block_rows=max(1, MAX_LOGITS // cfg.vocab_size // ROWS) * ROWS,
+        return target_logprobs(
+            *(self.model, tokens_T, packing, target_M, replay_TLk, temperature, supports_M),
+            self.activation_checkpointing,
         )
-        return logprobs_M[:M].float()
 
     def forward_backward(
         self,
@@ -161,6 +134,50 @@ class Trainer:
         self.optimizer.load_state(optimizer)
         self.optimizer.zero_grad()
         self._veto = None
+
+
+def target_logprobs(
+    model: K3Model,
+    tokens_T: Tensor,
+    packing: Packing,
+    target_M: Tensor,
+    replay_TLk: Tensor | None = None,
+    temperature: float = 1.0,
+    supports_M: Supports | None = None,
+    activation_checkpointing: bool = False,
+) -> Tensor:
+    """`Trainer.logprobs` of any model."""
+    assert bool((packing.pos_T[target_M] > 0).all()), "nothing comes before a sequence's first token"
+    cfg = model.cfg
+    routed = (len(cfg.moe_layers), cfg.num_experts_per_token)
+    if replay_TLk is not None and replay_TLk.shape[1:] != routed:
+        raise ValueError(f"recorded experts are {tuple(replay_TLk.shape[1:])} a token, the model's are {routed}")
+    device = model.embed_tokens.weight.device
+    tokens_T, target_M = tokens_T.to(device), target_M.to(device)
+    if target_M.numel() == 0:
+        return torch.zeros(0, device=device)
+    if torch.device(packing.device) != device:
+        packing = Packing(packing.lengths, device)
+    replay_TLk = None if replay_TLk is None else replay_TLk.to(device)
+    forward = model(tokens_T, packing, replay_TLk, activation_checkpointing=activation_checkpointing)
+    M = len(target_M)
+    num_missing = -M % ROWS if device.type == "cpu" else 0  # in whole multiples, as the engine's head computes them
+    target_M = torch.cat([target_M, target_M[:1].expand(num_missing)])
+    hidden_MD = forward.hidden_TD.index_select(0, target_M - 1)
+    if supports_M is None and device.type != "cpu" and not is_batch_invariant():
+        return model.logprobs(hidden_MD, tokens_T[target_M], temperature)[:M]
+    supports_M = supports_M or [None] * M  # the engine's own rounding, with or without supports
+    logprobs_M = head_supported_logprobs(
+        hidden_MD,
+        model.logits,
+        [p for p in model.lm_head.parameters() if p.requires_grad],
+        cfg.vocab_size,
+        tokens_T[target_M],
+        temperature,
+        [*supports_M, *[supports_M[0]] * num_missing],
+        block_rows=max(1, MAX_LOGITS // cfg.vocab_size // ROWS) * ROWS,
+    )
+    return logprobs_M[:M].float()
 
 
 def _require_trainable(model: K3Model, trained: Mapping[str, nn.Parameter]) -> None:

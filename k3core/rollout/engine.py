@@ -134,6 +134,7 @@ class K3Engine:
         self.max_length = max_length
         self.tokenizer = tokenizer
         self.device = torch.device(device)
+        self.num_preempted = 0
         self._step = -1
         self._base_sha256 = ""
         self._num_loads = 0
@@ -307,6 +308,7 @@ class K3Engine:
     def _tick(self) -> None:
         running = [self._as_running(turn) for turn in self._running()]
         plan = schedule(self._candidates(), running, self.memory.free, self.limits)
+        self.num_preempted += len(plan.preempted)
         for waiting in plan.preempted:
             self._requeue(self._turns[waiting.sequence], keep=True)
         for name in plan.grown:
