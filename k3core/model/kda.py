@@ -207,7 +207,7 @@ class KimiDeltaAttention(nn.Module):
         taps_JP = taps_PJ.T.contiguous()
         q, k, v = short_conv_packed(qkv_TP, taps_JP, window, work.kda, H, work.max_new, windows)
         g_THK, beta_TH = kda_gates(f_TP, b_TH, A_log, dt_bias, bound)
-        return kda_aligned_packed(q, k, v, g_THK, beta_TH, pool, work.kda, bound, K**-0.5, states)
+        return kda_aligned_packed(q, k, v, g_THK, beta_TH, pool, work.kda, K**-0.5, states)
 
     def _chunked(
         self,
@@ -254,8 +254,9 @@ class KimiDeltaAttention(nn.Module):
         """q and k, normalised, and v [N, L, H, K] from the inputs of L tokens and the J - 1 before them."""
         H, K = self.cfg.kda_num_heads, self.cfg.kda_head_dim
         taps_PJ = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
-        q, k, v = short_conv(window_and_qkv_NLP, taps_PJ).unflatten(-1, (3, H, K)).unbind(2)
-        return l2_norm(q), l2_norm(k), v
+        qkv = short_conv(window_and_qkv_NLP, taps_PJ).unflatten(-1, (3, H, K))
+        q, k = l2_norm(qkv[:, :, :2]).unbind(2)
+        return q, k, qkv[:, :, 2]
 
     def _gates(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Log decay and write strength, in at least fp32."""

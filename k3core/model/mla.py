@@ -132,15 +132,18 @@ class MultiHeadLatentAttention(nn.Module):
     def decode(self, x_ND: Tensor, state: SlotState, is_active_N: Tensor) -> Tensor:
         """One token for the first N slots; slots that are not active keep their rows."""
         H, N = self.cfg.num_attention_heads, x_ND.shape[0]
-        pos_N = state.length_N[:N]
-        assert int((pos_N * is_active_N).max()) < state.max_length
+        last = int((state.length_N[:N] * is_active_N).max())
+        assert last < state.max_length
         active = is_active_N.nonzero().squeeze(-1)
-        state.write_latent(self.layer, active, pos_N[active], self._latent(x_ND)[active])
-        rows_NSC = state.latent_rows(self.layer, slice(N), int((pos_N * is_active_N).max()) + 1)
+        pos_A = state.length_N[active]
+        state.write_latent(self.layer, active, pos_A, self._latent(x_ND)[active])
+        rows_ASC = state.latent_rows(self.layer, active, last + 1)
         q_NHX = self._queries(x_ND).unflatten(-1, (H, self.qk_head_dim))
 
         def attend(q_NHC: Tensor) -> Tensor:
-            return self._attend(q_NHC.unsqueeze(1), rows_NSC, pos_N.unsqueeze(1)).squeeze(1)
+            read_NHR = q_NHC.new_zeros(N, H, self.cfg.kv_lora_rank)
+            read_NHR[active] = self._attend(q_NHC[active].unsqueeze(1), rows_ASC, pos_A.unsqueeze(1)).squeeze(1)
+            return read_NHR
 
         return self._output(self._absorbed(q_NHX, self.kv_b_proj.effective_weight(), attend).flatten(1), x_ND)
 

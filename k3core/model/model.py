@@ -166,8 +166,10 @@ class K3Model(nn.Module):
     def _invariant_logits(self, hidden_TD: Tensor) -> Tensor:
         """fp32 sums of products of narrow factors are those of wide ones."""
         logits_TV = linear(hidden_TD, self.lm_head.weight, torch.float32)
-        branch = self._head_branch(hidden_TD)
-        return logits_TV if branch is None else logits_TV + linear(branch[0], branch[1].to(branch[0].dtype))
+        A_rD, B_Vr = self.lm_head.lora_A, self.lm_head.lora_B
+        if A_rD is None or B_Vr is None:
+            return logits_TV
+        return logits_TV + self.lm_head.lora_scale * linear(linear(hidden_TD.float(), A_rD), B_Vr)
 
     def logprobs(self, hidden_MD: Tensor, tokens_M: Tensor, temperature: float) -> Tensor:
         """log softmax(logits / temperature) at each row's token, fp32 [M]; blocks of logits where they are many."""

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from k3core.model.config import MXFP4, K3Config
 from k3core.model.layers import MLP, Linear, RMSNorm, product, situ_betas
+from k3kernels.dispatch import uses_invariant_product
+from k3kernels.linear import linear
 from k3kernels.moe import LoraPair, Matrices, PackedMatrices, moe_experts, route
 from k3kernels.mxfp4 import GROUP, packed_shapes
 
@@ -22,6 +24,8 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
+        if x_TD.dtype == self.weight.dtype and uses_invariant_product(x_TD):
+            return linear(x_TD, self.weight, wide)  # the same sums of the same products
         return product(x_TD.to(wide), self.weight.to(wide))
 
 

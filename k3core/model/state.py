@@ -41,7 +41,9 @@ class Histories:
         dtype: torch.dtype,
         device: torch.device | str,
         pin_memory: bool = False,
+        by_layer: bool = False,
     ) -> Histories:
+        """by_layer: the states of all sequences in a layer are one piece, which is how a step multiplies by them."""
         H, K, J = cfg.kda_num_heads, cfg.kda_head_dim, cfg.short_conv_kernel_size
         num_kda = sum(cfg.is_kda(layer) for layer in range(cfg.num_hidden_layers))
         num_mla = cfg.num_hidden_layers - num_kda
@@ -49,9 +51,11 @@ class Histories:
         def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin_memory)
 
+        outer = (num_kda, num_states) if by_layer else (num_states, num_kda)
+        states = zeros(*outer, H, K, K, dtype=wider(dtype))
         return Histories(
             zeros(num_pages, num_mla, page_size, cfg.kv_lora_rank + cfg.qk_rope_head_dim),
-            zeros(num_states, num_kda, H, K, K, dtype=wider(dtype)),
+            states.transpose(0, 1) if by_layer else states,
             zeros(num_states, num_kda, J - 1, 3 * H * K),
         )
 
@@ -106,7 +110,8 @@ class SlotState:
         self.table_NM = owned if num_pages is None else torch.zeros_like(owned)
         is_gpu = torch.device(device).type == "cuda"
         # On a GPU one page more, for rows that take no part: to leave them out it would have to be asked who they are.
-        self.slots = Histories.empty(cfg, (num_pages or owned.numel()) + is_gpu, num_slots, page_size, dtype, device)
+        sizes = ((num_pages or owned.numel()) + is_gpu, num_slots, page_size)
+        self.slots = Histories.empty(cfg, *sizes, dtype, device, by_layer=True)
         self.checkpoints = Histories.empty(cfg, 0, num_checkpoints, page_size, dtype, device)
         self._kda_index: dict[int, int] = {}
         self.kda_NHKV: dict[int, Tensor] = {}
@@ -133,7 +138,9 @@ class SlotState:
     def latent_rows(self, layer: int, which: Tensor | slice | int, num_tokens: int) -> Tensor:
         """The first num_tokens rows and perhaps more, a multiple of KEYS: [N, S, C], or [S, C] of one slot."""
         pages = self.table_NM[which, : -(-num_tokens // self.read_size) * self.read_size // self.page_size]
-        return self.pages_PSC[layer][pages].flatten(-3, -2)
+        pages_PSC = self.pages_PSC[layer]
+        rows_PX = pages_PSC.flatten(1).index_select(0, pages.flatten())  # a page is one piece: by far the fastest
+        return rows_PX.view(*pages.shape[:-1], pages.shape[-1] * self.page_size, pages_PSC.shape[-1])
 
     def write_latent(self, layer: int, slots_T: Tensor, positions_T: Tensor, rows_TC: Tensor) -> None:
         pages_T = self.table_NM[slots_T, positions_T // self.page_size]
@@ -184,7 +191,7 @@ class SlotState:
 
     def _tensors(self) -> list[Tensor]:
         kept = [x for h in (self.slots, self.checkpoints) for x in (h.pages_PLSC, h.states_NLHKV, h.windows_NLJP)]
-        pools = [x for pool in self.kda_pool.values() for x in (pool.k, pool.v, pool.g, pool.beta)]
+        pools = [x for pool in self.kda_pool.values() for x in (pool.k, pool.G, pool.u)]
         return [*kept, *pools, *(x for rows in self.chunk_rows.values() for x in rows.tensors())]
 
 
@@ -192,9 +199,8 @@ def _pool_of(states_NHKV: Tensor, dtype: torch.dtype) -> KdaPool:
     from k3kernels.kda.triton import KdaPool  # where there is no GPU, Triton need not be installed
 
     N, H, K, V = states_NHKV.shape
-    g_dtype = torch.promote_types(dtype, torch.float32)
 
-    def rows(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.zeros(N, CHUNK, *shape, dtype=dtype, device=states_NHKV.device)
+    def rows(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(N, CHUNK, H, width, dtype=dtype, device=states_NHKV.device)
 
-    return KdaPool(states_NHKV, rows(H, K), rows(H, V), rows(H, K, dtype=g_dtype), rows(H, dtype=g_dtype))
+    return KdaPool(states_NHKV, rows(K, dtype), rows(K, states_NHKV.dtype), rows(V, states_NHKV.dtype))

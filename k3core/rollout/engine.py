@@ -427,13 +427,12 @@ class K3Engine:
                 [turn.num_fed for turn in group],
                 adapter,
             )
-            routes_NLk = self._routes(routes)
-            for turn, routes_Lk in zip(group, routes_NLk, strict=True):
-                lease = _lease(turn)
-                self.memory.write_routes(lease, turn.num_fed, routes_Lk[None])
+            positions = [turn.num_fed for turn in group]
+            self.memory.write_step_routes([_lease(turn) for turn in group], positions, self._routes(routes))
+            for turn in group:
                 turn.num_fed += 1
                 if turn.num_fed % self.memory.grid == 0:
-                    self.memory.roll_checkpoint(lease, turn.num_fed)
+                    self.memory.roll_checkpoint(_lease(turn), turn.num_fed)
             drawings.append(_Drawing(group, logits_NV))
         return drawings
 
@@ -444,7 +443,7 @@ class K3Engine:
         """The next token of each turn from its row."""
         turns = [turn for drawing in drawings for turn in drawing.turns]
         logits_NV = torch.cat([drawing.logits_NV for drawing in drawings])
-        if not torch.isfinite(logits_NV).all():
+        if not torch.isfinite(torch.stack(logits_NV.aminmax())).all():
             raise FloatingPointError(f"the logits of step {self._step} are not finite")
         draws = sample(logits_NV, [turn.request.sampling for turn in turns], [t.generator.random() for t in turns])
         columns = (draws.tokens_N.tolist(), draws.logprobs_N.tolist(), draws.raw_logprobs_N.tolist(), draws.supports)

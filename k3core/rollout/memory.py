@@ -219,6 +219,12 @@ class EngineMemory:
         pages, offsets = self._places(lease, start, len(routes_TLk))
         self._routes[pages, offsets] = routes_TLk
 
+    def write_step_routes(self, leases: Sequence[Lease], positions: Sequence[int], routes_NLk: np.ndarray) -> None:
+        """One token of each of N sequences, each at its own position."""
+        size = self.cache_config.page_size
+        pages = [lease.pages[position // size] for lease, position in zip(leases, positions, strict=True)]
+        self._routes[pages, np.array(positions) % size] = routes_NLk
+
     def read_routes(self, lease: Lease, num_tokens: int) -> np.ndarray:
         pages, offsets = self._places(lease, 0, num_tokens)
         return self._routes[pages, offsets]

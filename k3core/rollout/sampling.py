@@ -118,7 +118,7 @@ def draw(logprobs_NV: Tensor, uniform_N: Sequence[float]) -> Tensor:
     """
     cumulative_NV = logprobs_NV.double().exp().cumsum(-1)
     u_N1 = torch.tensor(uniform_N, dtype=torch.float64, device=logprobs_NV.device).unsqueeze(-1) * cumulative_NV[:, -1:]
-    return (cumulative_NV <= u_N1).sum(-1)
+    return torch.searchsorted(cumulative_NV, u_N1, right=True).squeeze(-1)
 
 
 def sequence_generator(seed: int, num_drawn: int = 0) -> np.random.Generator:

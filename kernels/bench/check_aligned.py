@@ -68,7 +68,7 @@ def check_kda(precision: str, bytes_per_ms: float) -> dict[str, object]:
 
     def run(rows: list[Tensor], pool: KdaPool, work: KdaWork) -> Tensor:
         q, k, v, g, beta = rows
-        return kda_aligned_packed(q, k, v, g, beta, pool, work, BOUND, SCALE, precision=precision)
+        return kda_aligned_packed(q, k, v, g, beta, pool, work, SCALE, precision=precision)
 
     def new_pool(slots: int) -> KdaPool:
         return empty_pool(slots, H, K, K, torch.bfloat16, torch.float32, DEVICE)

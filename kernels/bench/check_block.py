@@ -40,7 +40,7 @@ from k3kernels.short_conv.triton import kda_gates, short_conv_packed
 from k3kernels.situ import reference as situ_reference
 from k3kernels.situ.triton import gated_activation
 
-OUT = Path(__file__).parent / "checks" / "check_block.json"
+OUT = Path(__file__).parent / "checks" / "block_h200.json"
 NOMINAL_BYTES_PER_US = 4.8e6  # of an H200's memory
 TOKENS = (1, 3, 8, 64, 256, 4096)
 MAX_TOKENS = max(TOKENS)

@@ -40,13 +40,13 @@ def rows(length: int = L, bound: float | None = BOUND, dtype: torch.dtype = torc
 def new_pool(num_slots: int = 4, dtype: torch.dtype = torch.float32, wide: torch.dtype = torch.float32) -> KdaPool:
     """With NaN everywhere: what was not written must not be read."""
     pool = empty_pool(num_slots, H, K, V, dtype, wide, DEVICE)
-    for x in (pool.state, pool.k, pool.v, pool.g, pool.beta):
+    for x in (pool.state, pool.k, pool.G, pool.u):
         x.fill_(torch.nan)
     return pool
 
 
-def run(inputs, pool: KdaPool, work, bound: float | None = BOUND, **options) -> Tensor:
-    return kda_aligned_packed(*inputs, pool, work, bound, SCALE, **options)
+def run(inputs, pool: KdaPool, work, **options) -> Tensor:
+    return kda_aligned_packed(*inputs, pool, work, SCALE, **options)
 
 
 def prefill(inputs, pool: KdaPool, position: int = 0, slot: int = 1, **options) -> Tensor:
@@ -70,7 +70,7 @@ def whole() -> tuple[Tensor, KdaPool]:
 
 def assert_same_pool(got: KdaPool, want: KdaPool, slot: int = 1, num_rows: int = L % 16) -> None:
     assert torch.equal(got.state[slot], want.state[slot])
-    for a, b in ((got.k, want.k), (got.v, want.v), (got.g, want.g), (got.beta, want.beta)):
+    for a, b in ((got.k, want.k), (got.G, want.G), (got.u, want.u)):
         assert torch.equal(a[slot, :num_rows], b[slot, :num_rows])
 
 
@@ -89,7 +89,7 @@ def test_the_kernel_equals_the_token_recurrence_in_fp64(bound, dtype, wide, tole
     zero = torch.zeros(1, H, K, V, dtype=torch.float64, device=DEVICE)
     want, _ = kda_recurrent(*double, zero, SCALE)
     pool = new_pool(dtype=dtype, wide=wide)
-    got = prefill(inputs, pool, bound=bound)
+    got = prefill(inputs, pool)
     torch.testing.assert_close(got.double(), want[0], atol=tolerance, rtol=tolerance)
     _, state = kda_recurrent(*(x[:, :32] for x in double), zero, SCALE)
     torch.testing.assert_close(pool.state[1].double(), state[0], atol=1e-5, rtol=1e-5)

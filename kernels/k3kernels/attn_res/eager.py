@@ -15,28 +15,37 @@ from k3kernels.dtypes import at_least_fp32
 
 def attn_res_mix(rows: Sequence[Tensor], norm_D: Tensor, proj_D: Tensor, eps: float) -> Tensor:
     wide = at_least_fp32(rows[0].dtype)
-    out: Tensor = _Mix.apply(norm_D.to(wide) * proj_D.to(wide), eps, *rows)
+    query_D = norm_D.to(wide) * proj_D.to(wide)
+    if not torch.is_grad_enabled():
+        return _mix(query_D, eps, rows)[0]
+    out: Tensor = _Mix.apply(query_D, eps, *rows)
     return out
+
+
+def _mix(query: Tensor, eps: float, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The mixture, and what its backward needs: 1/rms, dot and weight of each row [R, T]."""
+    wide = query.dtype
+    norms, dots = [], []
+    for row in rows:
+        row_wide = row.to(wide)
+        norms.append(torch.linalg.vector_norm(row_wide, dim=-1))
+        dots.append(row_wide @ query)
+    inverse_RT = torch.stack(norms)
+    inverse_RT = torch.rsqrt(inverse_RT * inverse_RT / query.shape[0] + eps)
+    dot_RT = torch.stack(dots)
+    prob_RT = torch.softmax(dot_RT * inverse_RT, dim=0)
+    out = rows[0] * prob_RT[0].unsqueeze(-1)
+    for row, prob_T in zip(rows[1:], prob_RT[1:], strict=True):
+        out.addcmul_(row.to(wide), prob_T.unsqueeze(-1))
+    return out.to(rows[0].dtype), inverse_RT, dot_RT, prob_RT
 
 
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, eps, *rows):  # type: ignore[no-untyped-def]
-        wide = query.dtype
-        norms, dots = [], []
-        for row in rows:
-            row_wide = row.to(wide)
-            norms.append(torch.linalg.vector_norm(row_wide, dim=-1))
-            dots.append(row_wide @ query)
-        inverse_RT = torch.stack(norms)
-        inverse_RT = torch.rsqrt(inverse_RT * inverse_RT / query.shape[0] + eps)
-        dot_RT = torch.stack(dots)
-        prob_RT = torch.softmax(dot_RT * inverse_RT, dim=0)
-        out = rows[0] * prob_RT[0].unsqueeze(-1)
-        for row, prob_T in zip(rows[1:], prob_RT[1:], strict=True):
-            out.addcmul_(row.to(wide), prob_T.unsqueeze(-1))
-        ctx.save_for_backward(query, inverse_RT, dot_RT, prob_RT, *rows)
-        return out.to(rows[0].dtype)
+        out, *saved = _mix(query, eps, rows)
+        ctx.save_for_backward(query, *saved, *rows)
+        return out
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]

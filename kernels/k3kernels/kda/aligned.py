@@ -32,7 +32,8 @@ TILE = 8
 @dataclass(frozen=True)
 class ChunkRows:
     """Of N sequences, what they have seen of the chunk they stand in, in the state's type: k, G, u [N, H, C, K or V], and
-    k e^(-G), which is read where the gate is bounded. Rows from the number of seen ones on are not read."""
+    k e^(-G), which is read where the gate is bounded. Rows from the number of seen ones on are not read; those of u are
+    zeros where any have been seen, so that a step reads u as it lies."""
 
     k_NHCK: Tensor
     G_NHCK: Tensor
@@ -157,7 +158,7 @@ def kda_aligned_step(
     """One token of N sequences at row `place` (position mod C) of their chunks: o [N, H, V].
 
     Writes the row into `rows`, and at a chunk's end the state, both in place. What it writes for a sequence that is not
-    active is the row after those that it has seen, which nobody reads.
+    active is the row after those that it has seen, which nobody reads and whose u is 0; its o means nothing.
     """
     C, wide, device = CHUNK, state_NHKV.dtype, q_NHK.device
     numbers_N = torch.arange(len(q_NHK), device=device)
@@ -168,27 +169,31 @@ def kda_aligned_step(
     expG = G.exp()
     rows.k_NHCK[numbers_N, :, place_N], rows.G_NHCK[numbers_N, :, place_N] = k, G
     rows.back_NHCK[numbers_N, :, place_N] = k * (-G).exp() if is_bounded(lower_bound) else k
-    order_C = torch.arange(C, device=device)
-    is_before = (order_C < place_N.unsqueeze(-1)).unsqueeze(1)  # [N, 1, C]
-    is_upto = (order_C <= place_N.unsqueeze(-1)).unsqueeze(1)
-    tile = F.pad(torch.stack([k * expG, q * expG], -2), (0, 0, 0, TILE - 2))
-    G_tile = G.unsqueeze(-2)
-    pairs = _pairs(torch.stack([k, q], -2), tile, G_tile, rows.k_NHCK, rows.G_NHCK, rows.back_NHCK, lower_bound)
-    M = torch.where(is_before, beta * pairs[..., 0, :], 0.0)
-    P = torch.where(is_upto, pairs[..., 1, :], 0.0)
+    starts_N = place_N == 0
+    if device.type == "cpu":
+        rows.u_NHCV.index_fill_(0, starts_N.nonzero().squeeze(-1), 0.0)
+    else:  # to know who begins, or ends, would be to wait for the device
+        rows.u_NHCV.masked_fill_(starts_N[:, None, None, None], 0.0)
+    tile = k.new_zeros(*k.shape[:2], TILE, k.shape[-1])
+    tile[:, :, 0], tile[:, :, 1] = k * expG, q * expG
+    two = torch.stack([k, q], -2)
+    pairs = _pairs(two, tile, G.unsqueeze(-2), rows.k_NHCK, rows.G_NHCK, rows.back_NHCK, lower_bound)
+    pairs = F.pad(pairs, (0, 0, 0, TILE - pairs.shape[-2])) if pairs.shape[-2] < TILE else pairs
+    # Row 0 reads what is before the token, row 1 the token too; what lies behind it may be anything.
+    is_hidden = torch.arange(C, device=device) >= torch.stack([place_N, place_N + 1], -1).unsqueeze(-1)  # [N, 2, C]
+    pairs[:, :, :2].masked_fill_(is_hidden.unsqueeze(1), 0.0)
+    pairs[:, :, 0] *= beta
     from_state = tile @ state_NHKV
-    u_rows = torch.where(is_before.unsqueeze(-1), rows.u_NHCV, 0.0)
-    u = beta * (v - from_state[..., 0, :]) - (F.pad(M.unsqueeze(-2), (0, 0, 0, TILE - 1)) @ u_rows)[..., 0, :]
-    rows.u_NHCV[numbers_N, :, place_N] = u
-    u_rows[numbers_N, :, place_N] = u
-    o = from_state[..., 1, :] + (F.pad(P.unsqueeze(-2), (0, 0, 0, TILE - 1)) @ u_rows)[..., 0, :]
+    u = beta * (v - from_state[:, :, 0]) - (pairs @ rows.u_NHCV)[:, :, 0]
+    rows.u_NHCV[numbers_N, :, place_N] = torch.where(is_active_N[:, None, None], u, 0.0)
+    o = from_state[:, :, 1] + (pairs @ rows.u_NHCV)[:, :, 1]
     ends_N = is_active_N & (place_N == C - 1)
     if device.type == "cpu":
         ends = ends_N.nonzero().squeeze(-1)
         if len(ends):
-            state_NHKV[ends] = _at_end(state_NHKV[ends], rows.k_NHCK[ends], rows.G_NHCK[ends], u_rows[ends])
-    else:  # to know who ends would be to wait for the device
-        at_end = _at_end(state_NHKV, rows.k_NHCK, rows.G_NHCK, u_rows)
+            state_NHKV[ends] = _at_end(state_NHKV[ends], *(x[ends] for x in (rows.k_NHCK, rows.G_NHCK, rows.u_NHCV)))
+    else:
+        at_end = _at_end(state_NHKV, rows.k_NHCK, rows.G_NHCK, rows.u_NHCV)
         state_NHKV.copy_(torch.where(ends_N[:, None, None, None], at_end, state_NHKV))
     return o.to(v_NHV.dtype)
 

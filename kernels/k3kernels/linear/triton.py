@@ -1,10 +1,10 @@
 """GEMMs in which every element's sum has one order, whatever the number of rows.
 
-The order is set by K alone: one program walks K from 0 up in steps of BK with one fp32 accumulator an element, and no
-sum is split. bf16 uses one tensor-core instruction for every number of rows (on sm_90 m64nSk16, S = SLICE): a program
-has a multiple of 64 rows, and wider tiles are PARTS accumulators of SLICE columns each, not a wider instruction. fp32
-("ieee") is one fused multiply-add a k, in order, in any tile. So `pick_tile` may take the rows' number into account;
-SLICE and BK depend on N and K.
+The order is set by K alone: one program walks K from 0 up with one fp32 accumulator an element, and no sum is split. In
+bf16 a program has a multiple of 64 rows, so that a step is a tensor-core instruction of 16 products an element (on sm_90
+m64nSk16), whose sums do not depend on its width S = SLICE; wider tiles are PARTS accumulators of SLICE columns each. fp32
+("ieee") is one fused multiply-add a k, in order, in any tile. So `pick_tile` may take the rows' number into account
+(kernels/bench/check_linear_moe.py compares its choices bit by bit).
 
 The result is rounded once, to the output's type. Grouped rows, each with the matrix of its group (an adapter, an
 expert), are bucketed on the device: nothing here waits for it, and a CUDA graph can hold all of it.
@@ -23,12 +23,13 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Triton's interpreter has no bf16 products, rounds to no nearest and adds in BLAS's order: all three are spelled out."""
 SLICE = 64  # columns of one instruction; fewer where N is smaller
 FULL_GPU = 100  # programs; with fewer, smaller tiles are faster
+MAX_PROGRAMS = 200  # with more, wider slices read x less often
 MAX_PAIRWISE = 4096  # rows that are bucketed by comparing each with all
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a program computes: block_m rows and parts * slice columns. slice and block_k may change bits, the others do not."""
+    """What a program computes: block_m rows and parts * slice columns, block_k products at a time. None changes bits."""
 
     block_m: int
     slice: int
@@ -58,12 +59,18 @@ def pick_tile(M: int, N: int, K: int, dtype: torch.dtype) -> Tile:
     """The largest tile that still makes enough programs. Every choice for (N, K, dtype) gives the same bits."""
     columns, step = slice_columns(N), block_k(K, dtype)
     if dtype == torch.float32:
+        if -(-M // 16) * -(-N // 16) <= 4 * MAX_PROGRAMS:
+            return Tile(16, 16, 1, 128 if K % 128 == 0 else step, 4, 3)
         return Tile(16 if M <= 16 else 64, columns, 1, step, 4, 3)
     large = (Tile(256, columns, 2, step, 8, 4), Tile(128, columns, 2, step, 8, 4), Tile(128, columns, 1, step, 8, 4))
     for tile in large:
         if tile.block_m <= M and -(-M // tile.block_m) * -(-N // (columns * tile.parts)) >= FULL_GPU:
             return tile
-    return Tile(64, columns, 1, step, 4, 6)
+    # Few rows: a program waits for memory, so narrow slices make as many programs as run at once.
+    narrow = next((c for c in (16, 32) if -(-M // 64) * -(-N // c) <= MAX_PROGRAMS), columns)
+    narrow = min(narrow, columns)
+    wide_step = 2 * step if K % (2 * step) == 0 else step
+    return Tile(64, narrow, 1, wide_step, 4, 4 if narrow == SLICE else 5)
 
 
 def pick_grouped_tile(rows_per_group: int, N: int, K: int, dtype: torch.dtype, parts: int = 2) -> Tile:
@@ -96,19 +103,30 @@ def _add_products(x, w, sums, INTERPRETED: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def _sums(  # type: ignore[no-untyped-def]
-    x_ptrs, a_ptrs, b_ptrs, K, TWO: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr
+    x_ptrs,
+    is_row,
+    a_ptrs,
+    b_ptrs,
+    K,
+    TWO: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """x A^T and, where TWO, x B^T of the same rows; fp32. x_ptrs [BM, 1] are rows' starts, a_ptrs and b_ptrs [1, S]."""
+    """x A^T and, where TWO, x B^T of the same rows; fp32. x_ptrs [BM, 1] are rows' starts, a_ptrs and b_ptrs [1, S].
+
+    Rows that are none (is_row [BM]) are not loaded: as copies of another row they would all wait for one bank.
+    """
     step = tl.arange(0, BK)
     sum_a = tl.zeros([x_ptrs.shape[0], a_ptrs.shape[1]], tl.float32)
     sum_b = tl.zeros([x_ptrs.shape[0], a_ptrs.shape[1]], tl.float32)
     for start in range(0, K, BK):
         ks = start + step
         if EVEN_K:
-            x = tl.load(x_ptrs + ks[None, :])
+            x = tl.load(x_ptrs + ks[None, :], mask=is_row[:, None], other=0.0)
             a = tl.load(a_ptrs + ks[:, None])
         else:
-            x = tl.load(x_ptrs + ks[None, :], mask=ks[None, :] < K, other=0.0)
+            x = tl.load(x_ptrs + ks[None, :], mask=is_row[:, None] & (ks[None, :] < K), other=0.0)
             a = tl.load(a_ptrs + ks[:, None], mask=ks[:, None] < K, other=0.0)
         sum_a = _add_products(x, a, sum_a, INTERPRETED)
         if TWO:
@@ -178,11 +196,11 @@ def linear_kernel(  # type: ignore[no-untyped-def]
     rows = block_m * BM + tl.arange(0, BM)
     columns_a = block_n * SLICE * PARTS + tl.arange(0, SLICE)
     columns_b = columns_a + SLICE
-    # What lies outside reads row 0 and is not stored: no load needs a mask.
+    # Columns outside read column 0 and are not stored: their loads need no mask.
     x_ptrs = x_ptr + tl.where(rows < M, rows, 0).to(tl.int64)[:, None] * stride_x
     a_ptrs = w_ptr + tl.where(columns_a < N, columns_a, 0).to(tl.int64)[None, :] * stride_w
     b_ptrs = w_ptr + tl.where(columns_b < N, columns_b, 0).to(tl.int64)[None, :] * stride_w
-    sum_a, sum_b = _sums(x_ptrs, a_ptrs, b_ptrs, K, PARTS == 2, BK, EVEN_K, INTERPRETED)
+    sum_a, sum_b = _sums(x_ptrs, rows < M, a_ptrs, b_ptrs, K, PARTS == 2, BK, EVEN_K, INTERPRETED)
     y_ptrs = y_ptr + rows.to(tl.int64)[:, None] * N
     _store_rows(y_ptrs, sum_a, columns_a, rows < M, N, INTERPRETED)
     if PARTS == 2:
@@ -229,7 +247,7 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
     x_ptrs = x_ptr + (places.to(tl.int64) if IN_ORDER else rows)[:, None] * stride_x
     a_ptrs = w_start + tl.where(columns_a < N, columns_a, 0).to(tl.int64)[None, :] * K
     b_ptrs = w_start + tl.where(columns_b < N, columns_b, 0).to(tl.int64)[None, :] * K
-    sum_a, sum_b = _sums(x_ptrs, a_ptrs, b_ptrs, K, PARTS == 2, BK, EVEN_K, INTERPRETED)
+    sum_a, sum_b = _sums(x_ptrs, is_row, a_ptrs, b_ptrs, K, PARTS == 2, BK, EVEN_K, INTERPRETED)
     y_ptrs = y_ptr + rows[:, None] * N
     if ADDS:
         scale = tl.load(scale_ptr + group)

@@ -42,11 +42,11 @@ def attend_latent(q_NQHC: Tensor, latent_NSC: Tensor, pos_NQ: Tensor, R: int, sc
     rows_NMC = q_NQHC.reshape(N, Q * H, C)
     rows_NMC = F.pad(rows_NMC, (0, 0, 0, -(Q * H) % TILE))
     latent = latent_NSC.to(wide)
-    scores_NMS = (rows_NMC @ latent.mT) * scale
+    scores_NMS = (rows_NMC @ latent.mT).mul_(scale)
     hidden_NQS = torch.arange(S, device=q_NQHC.device) > pos_NQ.unsqueeze(-1)
-    scores_NQHS = scores_NMS[:, : Q * H].view(N, Q, H, S).masked_fill(hidden_NQS.unsqueeze(2), float("-inf"))
-    prob_NMS = torch.softmax(scores_NQHS, -1).to(latent_NSC.dtype).to(wide).view(N, Q * H, S)
-    prob_NMS = F.pad(prob_NMS, (0, 0, 0, -(Q * H) % TILE))
+    scores_NQHS = scores_NMS[:, : Q * H].view(N, Q, H, S).masked_fill_(hidden_NQS.unsqueeze(2), float("-inf"))
+    prob_NMS = scores_NMS  # in whose place they are written: the rows behind the queries are zeros already
+    prob_NMS[:, : Q * H] = torch.softmax(scores_NQHS, -1).to(latent_NSC.dtype).view(N, Q * H, S)
     out_NMR = prob_NMS[..., :KEY_BLOCK] @ latent[:, :KEY_BLOCK, :R]
     for block in range(KEY_BLOCK, S, KEY_BLOCK):
         keys = slice(block, block + KEY_BLOCK)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Triton's interpreter has no bf16 products; there all is fp32 and nothing is rounded before the result."""
-SPLIT = 2048  # keys of a program
+SPLIT = 512  # keys of a program
 SCRATCH_BYTES = 256 << 20  # of partial results; more queries take turns
 
 

@@ -71,7 +71,7 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
     columns = (tl.program_id(0) % num_n) * SLICE + tl.arange(0, SLICE)
     w_offsets = (expert.to(tl.int64) * F + tl.where(columns < F, columns, 0))[None, :] * R
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * stride_x
-    gate, up = _sums(x_ptrs, w1_ptr + w_offsets, w3_ptr + w_offsets, R, True, BK, EVEN_K, INTERPRETED)
+    gate, up = _sums(x_ptrs, is_row, w1_ptr + w_offsets, w3_ptr + w_offsets, R, True, BK, EVEN_K, INTERPRETED)
     h = _activate(gate, up, beta, linear_beta, KIND, h_ptr.dtype.element_ty, INTERPRETED)
     h_ptrs = h_ptr + places.to(tl.int64)[:, None] * F + columns[None, :]
     rounded = _round_to(h, h_ptr.dtype.element_ty, INTERPRETED)

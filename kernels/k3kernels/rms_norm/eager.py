@@ -12,11 +12,15 @@ from k3kernels.dtypes import at_least_fp32
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _norm(x_TD, weight_D, _inverse_rms(x_TD, eps))
     out: Tensor = _RmsNorm.apply(x_TD, weight_D, eps)
     return out
 
 
 def gated_rms_norm(o_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _gated_norm(o_THV, gate_THV, weight_V, _inverse_rms(o_THV, eps))
     out: Tensor = _GatedRmsNorm.apply(o_THV, gate_THV, weight_V, eps)
     return out
 
@@ -26,16 +30,25 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     if x.dtype != at_least_fp32(x.dtype):
         return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.rsqrt(norm * norm / x.shape[-1] + eps)
+    return norm.mul_(norm).div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _norm(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    unit = (x * inverse).to(x.dtype)
+    return (unit * weight).to(x.dtype)
+
+
+def _gated_norm(o: Tensor, gate: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    unit = o * inverse
+    return (unit * weight).mul_(torch.sigmoid(gate.to(unit.dtype))).to(gate.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
         inverse = _inverse_rms(x, eps)
-        unit = (x * inverse).to(x.dtype)
         ctx.save_for_backward(x, inverse, weight)
-        return (unit * weight).to(x.dtype)
+        return _norm(x, weight, inverse)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
@@ -51,9 +64,8 @@ class _GatedRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, o, gate, weight, eps):  # type: ignore[no-untyped-def]
         inverse = _inverse_rms(o, eps)
-        unit = o * inverse
         ctx.save_for_backward(o, inverse, gate, weight)
-        return (unit * weight).mul_(torch.sigmoid(gate.to(unit.dtype))).to(gate.dtype)
+        return _gated_norm(o, gate, weight, inverse)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]

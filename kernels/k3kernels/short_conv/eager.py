@@ -6,14 +6,21 @@ Narrow types are accumulated in fp32 and kept as they came; the sum before SiLU 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from k3kernels.dtypes import at_least_fp32
 
 
 def short_conv(window_and_x_NLP: Tensor, weight_PJ: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return F.silu(_convolve(window_and_x_NLP, _taps(window_and_x_NLP, weight_PJ))).to(window_and_x_NLP.dtype)
     out: Tensor = _ShortConv.apply(window_and_x_NLP, weight_PJ)
     return out
+
+
+def _taps(x: Tensor, weight_PJ: Tensor) -> Tensor:
+    return weight_PJ.T.contiguous().to(at_least_fp32(x.dtype))
 
 
 def _convolve(x: Tensor, taps_JP: Tensor) -> Tensor:
@@ -29,11 +36,11 @@ def _convolve(x: Tensor, taps_JP: Tensor) -> Tensor:
 class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):  # type: ignore[no-untyped-def]
-        taps = weight.T.contiguous().to(at_least_fp32(x.dtype))
+        taps = _taps(x, weight)
         y = _convolve(x, taps)
         ctx.save_for_backward(x, taps, y if y.dtype == x.dtype else None)
         ctx.weight_dtype = weight.dtype
-        return torch.nn.functional.silu(y).to(x.dtype)
+        return F.silu(y).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]

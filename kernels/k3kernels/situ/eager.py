@@ -9,6 +9,8 @@ from k3kernels.dtypes import at_least_fp32
 
 
 def situ(gate_TF: Tensor, up_TF: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    if not torch.is_grad_enabled():
+        return situ_forward(gate_TF, up_TF, beta, linear_beta)[0]
     out: Tensor = _Situ.apply(gate_TF, up_TF, beta, linear_beta)
     return out
 
