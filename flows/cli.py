@@ -315,6 +315,25 @@ def doctor(
     return 1 if missing else 0
 
 
+@app.command()
+def parity(
+    preset: Annotated[str, typer.Option(metavar="PRESET|PATH", help="A model: a preset, or a config.json.")] = "tiny",
+    dtype: Annotated[
+        list[str] | None, typer.Option(metavar="fp32|bf16", help="Of the weights; may be repeated. Both when left out.")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where both compute.")] = "cpu",
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="The figures, into this file.")] = None,
+) -> int:
+    """Compare an engine with a trainer bit by bit, in every way that the engine computes a token. Code 1 if any differs."""
+    for flag, values, known in (("--dtype", dtype or [], "fp32 bf16"), ("--device", [device], "cpu cuda")):
+        for value in values:
+            if value not in known.split():
+                raise typer.BadParameter(f"expected {known.replace(' ', ' or ')}, got {value!r}.", param_hint=flag)
+    from flows.parity import run_parity
+
+    return run_parity(preset, list(dict.fromkeys(dtype or ["fp32", "bf16"])), device, out)
+
+
 @delta.command("verify")
 def delta_verify(run: Run, root: Root = "runs", steps: Steps = None) -> int:
     """Rebuild versions from their bases and deltas, and compare every byte with what was published."""

@@ -137,11 +137,18 @@ def resident_sha256(version: PolicyVersion, resident: Weights) -> str:
     return weights_sha256(resident if is_active else base)
 
 
-def serve(store: Store, version: PolicyVersion, engines: Sequence[ServingEngine], timeout_s: float) -> Served:
+def serve(
+    store: Store,
+    version: PolicyVersion,
+    engines: Sequence[ServingEngine],
+    timeout_s: float,
+    check: Callable[[], None] = lambda: None,
+) -> Served:
     """Every engine loads `version`, all at the same time; then the pointer moves to it.
 
     Engines whose acknowledgement is in the store are not asked. An engine that joins later is served the version
-    under the pointer the same way. Raises NotServed or ServedPolicyError naming each engine that failed and why, and
+    under the pointer the same way. check: called when all of them hold it; what it raises leaves the pointer where it
+    is, in every try. Raises NotServed or ServedPolicyError naming each engine that failed and why, and
     leaves the pointer where it is; the acknowledgements of the others stay. Raises ValueError for a version that is
     not published here, and for one older than the pointer's: engines never go back.
     """
@@ -162,6 +169,7 @@ def serve(store: Store, version: PolicyVersion, engines: Sequence[ServingEngine]
     )
     if failures:
         raise _refusal(version, failures, len(names))
+    check()
     return _move_pointer(store, version, acks)
 
 

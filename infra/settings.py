@@ -176,10 +176,20 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class PublishConfig:
-    """full_every: steps between whole bases; the versions between them are deltas."""
+    """full_every: steps between whole bases; the versions between them are deltas.
+
+    max_numeric_drift: before a version is visible, a canary batch that the engine samples from it is compared with the
+    trainer's logprobs; above this it stays invisible. 0 asks for the same bits, none for no canary.
+    """
 
     full_every: Annotated[Count, Field(description="steps between whole bases; versions between them are deltas")] = 10
     zstd_level: Annotated[int, Field(ge=1, le=22, description="of the payload's compression")] = 1
+    max_numeric_drift: Annotated[
+        NonNegative | None,
+        Field(
+            description="largest |logprob difference| of a canary batch, nat; above it: not visible; none: no canary"
+        ),
+    ] = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infra import policies
+from infra.canary import Canary, compare_canary
+from infra.console import say
 from infra.parts import build_environment, eval_suite, rubric_sha256, train_sampling
 from infra.policies import PublishStats
+from infra.pool import OwnEngine
 from infra.pruned import find_mark
 from infra.resident.client import Resident
 from infra.serving import ServedPolicyError as ServedPolicyError
@@ -29,16 +32,22 @@ def publish_step(
 
     A delta stands on the version that every engine has acknowledged, which is `parent` or an older one. The engines
     (those at the URLs, else this process's own) then load the version from the store and answer with the digest of
-    what they hold. Raises NotServed, which another try may mend, when one of them did not answer, and
-    ServedPolicyError when one holds other weights: a sync that ships the wrong tensors must not look like staleness.
+    what they hold; this process's own also computes a canary batch as the trainer does, before anybody is shown the
+    version (`infra.canary`). Raises NotServed, which another try may mend, when one of them did not answer,
+    ServedPolicyError when one holds other weights: a sync that ships the wrong tensors must not look like staleness,
+    and NumericDrift when the canary's log-probabilities differ by more than publish.max_numeric_drift.
     """
     context = Context.open(inputs, root)
     store, record = context.store, read_record(context.store, trained)
     step = record.step
     version, stats = _publish(context, record)
-    served = read_served(store, version.run)
+    served, canary = read_served(store, version.run), list[Canary]()
     if served is None or served.version.step <= step:  # else it was served in its time, and this is a replay
-        serve(store, version, _serving(context, engines), SERVE_TIMEOUT_S)
+        serving = _serving(context, engines)
+        serve(
+            *(store, version, serving, SERVE_TIMEOUT_S),
+            lambda: canary.extend(_compare_canaries(context, record, version, serving)),
+        )
     metrics = {
         "publish/bytes_payload": float(stats.bytes_payload),
         "publish/bytes_full": float(stats.bytes_full),
@@ -46,6 +55,8 @@ def publish_step(
     }
     if stats.changed_fraction is not None:
         metrics["publish/changed_fraction"] = stats.changed_fraction
+    for found in canary:
+        metrics |= found.metrics
     read = {"trained": trained, "parent": None if parent is None else parent.weights, "tokenizer": inputs.tokenizer}
     return context.record("publish", step, {"manifest": version.weights}, metrics, policy=version, inputs=read)
 
@@ -105,6 +116,19 @@ def _serving(context: Context, urls: Sequence[str]) -> Sequence[ServingEngine]:
     if urls:
         return [_Remote(url, context) for url in urls]
     return context.pool.serving_engines(context.tokenizer())
+
+
+def _compare_canaries(
+    context: Context, trained: StageRecord, version: PolicyVersion, engines: Sequence[ServingEngine]
+) -> Iterator[Canary]:
+    """Raises NumericDrift. An engine that is not this process's own cannot be asked what it computes inside."""
+    if (limit := context.cfg.publish.max_numeric_drift) is None:
+        return
+    for engine in engines:
+        if isinstance(engine, OwnEngine):
+            yield compare_canary(context, version, trained.outputs.get("optimizer"), limit)
+        else:
+            say(f"step {version.step}: engine {engine.name} is not this process's own: no canary")
 
 
 def version_tags(inputs: Inputs, root: str) -> dict[str, str]:

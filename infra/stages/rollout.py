@@ -5,18 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
 
 import numpy as np
 
+from infra.config import RunConfig
+from infra.cores import usable_cores
 from infra.parts import build_environment, chat_settings, train_prompts, train_sampling
 from infra.provenance import engine_build, prompts_and_rubric
 from infra.records import encode
+from infra.serving import ServedPolicyError, served_sha256
 from infra.stages.context import Context, Inputs, Progress, no_progress
 from infra.stages.record import stage_key
+from infra.worker_processes import WorkerProcesses
 from k3core.rollout.episodes import EpisodeSpec, rollout, trajectory_seed
 from k3core.types import TRUNCATED, PolicyVersion, Ref, SamplingParams, Trajectory
+
+ENGINES = WorkerProcesses()  # this process's own, kept between stages, each with the engine of the last config
 
 
 def rollout_step(
@@ -69,25 +77,106 @@ def run_episodes(
     sampling: SamplingParams,
     progress: Progress,
 ) -> tuple[Trajectory, ...]:
-    tokenizer = context.tokenizer()
-    engine = context.pool.engine_at(policy, tokenizer)
+    """In the order of specs; `progress` is told of each that is done.
+
+    Spread over rollout.engine_processes: which process an episode ran in changes no bit of it, since it depends on its
+    seed and not on its neighbours. rollout.max_running bounds the episodes of all processes together. Raises what an
+    engine raises, and WorkerLost when one of the processes died.
+    """
     done = 0
 
-    def count(_: Trajectory) -> None:
+    def count() -> None:
         nonlocal done
         done += 1
         progress(done, len(specs))
 
+    max_running = context.cfg.rollout.max_running
+    shares = share_out(specs, min(num_engine_processes(context.cfg), max_running))
+    if len(shares) <= 1:
+        return _run(context, policy, specs, sampling, max_running, count)
+    root = context.cfg.root
+    if "://" not in root:  # the processes stay in the folder in which they were started
+        root = str(Path(root).absolute())
+    least, extra = divmod(max_running, len(shares))
+    jobs = [
+        _Share(
+            context.inputs,
+            root,
+            policy,
+            [specs[i] for i in share],
+            sampling,
+            least + (number < extra),
+        )
+        for number, share in enumerate(shares)
+    ]
+    in_shares = chain.from_iterable(ENGINES.run(_run_share, jobs, count))
+    placed = dict(zip(chain.from_iterable(shares), in_shares, strict=True))
+    return tuple(placed[i] for i in range(len(specs)))
+
+
+def num_engine_processes(cfg: RunConfig) -> int:
+    """rollout.engine_processes; where it is 0, one for each core, if other processes can read the store at all."""
+    if cfg.rollout.engine_processes:
+        return cfg.rollout.engine_processes
+    return 1 if cfg.root.startswith("memory://") else usable_cores()
+
+
+def share_out(specs: Sequence[EpisodeSpec], count: int) -> list[list[int]]:
+    """Places in specs, in at most `count` shares of about as many episodes; none is empty.
+
+    All samples of a prompt are in one share: its engine then computes the prompt once.
+    """
+    groups: dict[str, list[int]] = {}
+    for i, spec in enumerate(specs):
+        groups.setdefault(spec.prompt.id, []).append(i)
+    shares: list[list[int]] = [[] for _ in range(min(count, len(groups)))]
+    for group in sorted(groups.values(), key=len, reverse=True):
+        min(shares, key=len).extend(group)
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one process runs of a stage."""
+
+    inputs: Inputs
+    root: str
+    policy: PolicyVersion
+    specs: Sequence[EpisodeSpec]
+    sampling: SamplingParams
+    max_running: int
+
+
+def _run_share(share: _Share, tick: Callable[[], None]) -> tuple[Trajectory, ...]:
+    """Raises ServedPolicyError when this process's engine holds other weights than were published: nobody else asks it."""
+    context = Context.open(share.inputs, share.root)
+    held = context.pool.own_engine(context.tokenizer()).load(share.policy)
+    if held != (expected := served_sha256(context.store, share.policy)):
+        raise ServedPolicyError(
+            f"step {share.policy.step} of run {share.policy.run!r}: an engine process holds {held}, not {expected}"
+        )
+    return _run(context, share.policy, share.specs, share.sampling, share.max_running, tick)
+
+
+def _run(
+    context: Context,
+    policy: PolicyVersion,
+    specs: Sequence[EpisodeSpec],
+    sampling: SamplingParams,
+    max_running: int,
+    tick: Callable[[], None],
+) -> tuple[Trajectory, ...]:
+    tokenizer = context.tokenizer()
     environment = build_environment(context.cfg)
     episodes = rollout(
-        engine,
+        context.pool.engine_at(policy, tokenizer),
         environment,
         tokenizer,
         specs,
         sampling,
         context.cfg.environment.limits,
-        context.cfg.rollout.max_running,
-        count,
+        max_running,
+        lambda _: tick(),
         chat_settings(context.cfg, environment, tokenizer),
     )
     return tuple(asyncio.run(episodes))

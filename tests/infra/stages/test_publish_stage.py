@@ -146,8 +146,11 @@ def test_an_engine_that_never_gets_the_adapter_is_found_at_the_first_update(
     version = policy_of(context, publish_step(inputs, cfg.root, trained(context, 0, base), None))
     real = K3Engine.load
 
-    def load_without_adapter(engine: K3Engine, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        real(engine, step, {name: torch.zeros_like(t) if "lora" in name else t for name, t in tensors.items()})
+    def load_without_adapter(
+        engine: K3Engine, step: int, tensors: Mapping[str, torch.Tensor], base_sha256: str | None = None
+    ) -> None:
+        without = {name: torch.zeros_like(t) if "lora" in name else t for name, t in tensors.items()}
+        real(engine, step, without, base_sha256=base_sha256)
 
     monkeypatch.setattr(K3Engine, "load", load_without_adapter)
     record = trained(context, 1, adapted(cfg, base, 0.5))
