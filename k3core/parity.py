@@ -92,9 +92,10 @@ class WatchedRunner:
         slots: Sequence[int],
         positions: Sequence[int],
         emits: Sequence[Emit] = (),
+        adapter: object = None,
     ) -> Forward:
         self.num_pieces += len(lengths)
-        return self.runner.prefill(tokens, lengths, slots, positions, emits)
+        return self.runner.prefill(tokens, lengths, slots, positions, emits, adapter)
 
     def decode(
         self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int], adapter: object = None

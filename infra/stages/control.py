@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ def main() -> None:
     inputs = TypeAdapter(Inputs).validate_python(job["inputs"])
     policy = TypeAdapter(PolicyVersion).validate_python(job["policy"])
     context = Context.open(inputs, job["root"])
+    one_process = replace(context.cfg.rollout, engine_processes=1)  # the loop beside it has the other cores
+    context = replace(context, cfg=replace(context.cfg, rollout=one_process))
     cfg, label = context.cfg, job["label"]
     trained_on = cfg.warm_start.steps * cfg.warm_start.rows  # the arm goes on where the warm start ended
     share = cfg.warm_start.expert_share if label == "control" else 1.0

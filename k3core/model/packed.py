@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from k3core.model.state import Emit, SlotState
+from k3core.model.state import SlotState
 from k3kernels.kda.triton import INACTIVE, UNKEPT, KdaWork, decode_work, prefill_work
 from k3kernels.packing import Packing
 
@@ -45,18 +45,66 @@ def whole_sequences(packing: Packing) -> PackedWork:
     return PackedWork(kda, packing.seq_T.int(), packing.pos_T.int(), table, None, None, length, length)
 
 
-def prefill(
-    packing: Packing, state: SlotState, slots: Sequence[int], positions: Sequence[int], emits: Sequence[Emit]
-) -> PackedWork:
-    """Pieces of prompts; sequence n lives in slots[n] and goes on at positions[n]."""
-    device = torch.device(packing.device)
-    wanted = [(emit.n, emit.position, emit.checkpoint) for emit in emits]
-    kda = prefill_work(list(packing.lengths), list(positions), list(slots), wanted, device)
-    position_T = (packing.pos_T + kda.positions_N[packing.seq_T]).int()
-    slot_T = kda.slots_N[packing.seq_T]
-    page_T, offset_T = _places(state, slot_T, position_T)
-    end = max(start + length for start, length in zip(positions, packing.lengths, strict=True))
-    return PackedWork(kda, slot_T, position_T, state.table_NM, page_T, offset_T, packing.max_length, end, bool(wanted))
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """Room for pieces of prompts: so many tokens, sequences and checkpoints on the way. All that a pass depends on is one
+    row of integers, so a captured graph is fed by one copy."""
+
+    num_tokens: int
+    num_sequences: int
+    num_emits: int
+
+    def values(
+        self,
+        tokens: Sequence[int],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        emits: Sequence[tuple[int, int, int]],
+    ) -> list[int]:
+        """Sequence n has lengths[n] of the tokens, lives in slots[n] and goes on at positions[n]; emits are (n, position,
+        checkpoint)."""
+        T, N, E = self.num_tokens, self.num_sequences, self.num_emits
+        emits = sorted(emits)
+        starts, sequence, edges = [0], [], [0]
+        for n, length in enumerate(lengths):
+            starts.append(starts[-1] + length)
+            sequence += [n] * length
+            edges.append(edges[-1] + sum(each == n for each, _, _ in emits))
+        return [
+            *_filled(tokens, T, 0),
+            *_filled(sequence, T, -1),
+            *_filled(starts[:-1], N, 0),
+            *_filled(lengths, N, 0),
+            *_filled(positions, N, 0),
+            *_filled(slots, N, INACTIVE),
+            *_filled(edges, N + 1, edges[-1]),
+            *_filled([position for _, position, _ in emits], E, 0),
+            *_filled([checkpoint for _, _, checkpoint in emits], E, 0),
+        ]
+
+    def nothing(self) -> list[int]:
+        return self.values([], [], [], [], [])
+
+    def work(self, values: Tensor, state: SlotState) -> tuple[Tensor, PackedWork]:
+        """Views of `values` on the device, as a pass takes them."""
+        T, N, E = self.num_tokens, self.num_sequences, self.num_emits
+        tokens_T, sequence_T, starts, lengths, positions, slots, edges, where, to = values.split(
+            [T, T, N, N, N, N, N + 1, E, E]
+        )
+        kda = KdaWork(starts, lengths, positions, slots, edges, where, to)
+        is_token_T, n_T = sequence_T >= 0, sequence_T.clamp(min=0)
+        order_T = torch.arange(T, dtype=torch.int32, device=values.device)
+        position_T = torch.where(is_token_T, positions[n_T] + order_T - starts[n_T], -1)
+        slot_T = slots[n_T].clamp(min=0)
+        page_T, offset_T = _places(state, slot_T, position_T.clamp(min=0))
+        page_T = torch.where(is_token_T, page_T, len(state.slots.pages_PLSC) - 1)  # a page of nobody's
+        work = PackedWork(kda, slot_T, position_T, state.table_NM, page_T, offset_T, T, state.max_length, E > 0)
+        return tokens_T, work
+
+
+def _filled(values: Sequence[int], length: int, filler: int) -> list[int]:
+    return [*values, *[filler] * (length - len(values))]
 
 
 def decode(state: SlotState, slots_N: Tensor, positions_N: Tensor) -> PackedWork:

@@ -25,8 +25,10 @@ class CpuRunner:
         slots: Sequence[int],
         positions: Sequence[int],
         emits: Sequence[Emit] = (),
+        adapter: object = None,
     ) -> Forward:
         """Pieces of prompts, packed; sequence n lives in slots[n], which stands at positions[n]."""
+        del adapter
         assert self.state.length_N[list(slots)].tolist() == list(positions)
         packing = Packing(tuple(lengths))
         return self.model(torch.tensor(tokens), packing, None, self.state, torch.tensor(slots), emits=emits)

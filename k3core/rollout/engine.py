@@ -74,6 +74,7 @@ class Runner(Protocol):
         slots: Sequence[int],
         positions: Sequence[int],
         emits: Sequence[Emit] = (),
+        adapter: object = None,
     ) -> Forward: ...
 
     def decode(
@@ -390,6 +391,7 @@ class K3Engine:
                 [_lease(turn).slot for turn in group],
                 [start for _, start, _ in taken],
                 self._emits(taken),
+                adapter,
             )
             routes_TLk = self._routes(forward.routed_experts_TLk)
             first, complete, rows = 0, [], []

@@ -52,8 +52,7 @@ class Waiting:
     """A sequence that holds no memory.
 
     priority 0 is the most urgent; arrival is a counter of the engine's and stays the same over preemptions. Prefill
-    starts at num_cached, which a cache has the state of; the pages of those tokens count all the same. A prefill stops
-    at each of `checkpoints` (token positions, any order), so that the state there can be kept.
+    starts at num_cached, which a cache has the state of; the pages of those tokens count all the same.
     """
 
     sequence: str
@@ -62,7 +61,6 @@ class Waiting:
     max_tokens: int
     priority: int = 0
     num_cached: int = 0
-    checkpoints: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,6 @@ class Running:
     num_generated: int
     num_pages: int
     priority: int = 0
-    checkpoints: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_prefilled <= self.num_tokens, self
@@ -274,9 +271,8 @@ def _admissions(
 
 def _chunk_end(start: int, request: Waiting | Running, budget: int, limits: Limits) -> int:
     """Where the piece that begins at `start` ends; `start` itself when the budget does not hold a piece."""
-    target = min((at for at in request.checkpoints if start < at < request.num_tokens), default=request.num_tokens)
-    if target - start <= budget:
-        return target
+    if request.num_tokens - start <= budget:
+        return request.num_tokens
     return start + budget // limits.chunk_multiple * limits.chunk_multiple
 
 
@@ -288,7 +284,6 @@ def _requeued(run: Running) -> Waiting:
         run.num_tokens + run.num_generated,
         run.max_tokens - run.num_generated,
         run.priority,
-        checkpoints=run.checkpoints,
     )
 
 

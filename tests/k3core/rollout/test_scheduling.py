@@ -85,14 +85,6 @@ def test_a_prefill_for_which_a_chunk_is_not_left_is_overtaken_by_nobody() -> Non
     assert (plan.prefill, plan.admitted) == ((Piece("first", 0, 60),), ())
 
 
-def test_a_chunk_ends_at_the_next_checkpoint() -> None:
-    request = Waiting("w", 0, 60, 8, checkpoints=(48, 20, 60, 0))
-    assert schedule([request], [], Free(50, 8), LIMITS).prefill == (Piece("w", 0, 20),)
-    run = replace(prefilling("w", 0, 60, 20), checkpoints=request.checkpoints)
-    assert schedule([], [run], Free(50, 7), LIMITS).prefill == (Piece("w", 20, 48),)
-    assert schedule([], [replace(run, num_prefilled=48)], Free(50, 7), LIMITS).prefill == (Piece("w", 48, 60),)
-
-
 def test_prefill_begins_after_the_cached_tokens() -> None:
     plan = schedule([Waiting("w", 0, 60, 8, num_cached=37)], [], Free(50, 8), LIMITS)
     assert plan.prefill == (Piece("w", 37, 60),)
@@ -138,10 +130,10 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_with_its_tokens_so_far
         decoding("needy", 0, 2),
         decoding("urgent", 9, 2, is_needy=False),
         decoding("old", 3, 2, 1, is_needy=False),
-        replace(decoding("young", 4, 2, 1, is_needy=False), checkpoints=(16,)),
+        decoding("young", 4, 2, 1, is_needy=False),
     ]
     plan = schedule([], running, Free(0, 4), LIMITS)
-    assert plan.preempted == (Waiting("young", 4, 32, 28, 1, checkpoints=(16,)),)
+    assert plan.preempted == (Waiting("young", 4, 32, 28, 1),)
     assert (plan.decode, plan.grown) == (("needy", "urgent", "old"), ("needy",))
 
 
@@ -249,7 +241,6 @@ class Loop:
     pages: int = 0
     slots: int = 0
     num_preempted: int = 0
-    num_at_checkpoint: int = 0
     finished: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -291,7 +282,7 @@ class Loop:
             new = self.waiting.pop(taken.sequence)
             self.running[new.sequence] = Running(
                 *(new.sequence, new.arrival, new.num_tokens, new.max_tokens, new.num_cached, 0),
-                *(taken.num_pages, new.priority, new.checkpoints),
+                *(taken.num_pages, new.priority),
             )
             self.pages -= taken.num_pages
             self.slots -= 1
@@ -300,14 +291,11 @@ class Loop:
     def _feed(self, piece: Piece, is_stop: bool) -> None:
         """The last piece of a prompt yields its first token."""
         run = self.running[piece.sequence]
-        inner = [at for at in run.checkpoints if piece.start < at < piece.end]
         length = piece.end - piece.start
         assert piece.start == run.num_prefilled
         assert length > 0
-        assert not inner
-        assert piece.end == run.num_tokens or piece.end in run.checkpoints or length % self.limits.chunk_multiple == 0
+        assert piece.end == run.num_tokens or length % self.limits.chunk_multiple == 0
         assert piece.end <= run.num_pages * self.limits.page_size
-        self.num_at_checkpoint += piece.end in run.checkpoints
         is_last = piece.end == run.num_tokens
         if is_last and (is_stop or run.max_tokens == 1):
             self._finish(piece.sequence)
@@ -353,17 +341,16 @@ def random_limits(rng: random.Random) -> Limits:
 
 def random_request(rng: random.Random, name: str, arrival: int, num_priorities: int) -> Waiting:
     num_tokens = rng.choice([rng.randint(1, 20), rng.randint(1, 150)])
-    checkpoints = tuple(rng.randint(0, num_tokens) for _ in range(rng.choice([0, 0, 1, 3])))
     num_cached = rng.choice([0, 0, rng.randrange(num_tokens)])
     max_tokens, priority = rng.randint(1, 40), rng.randrange(num_priorities)
-    return Waiting(name, arrival, num_tokens, max_tokens, priority, num_cached, checkpoints)
+    return Waiting(name, arrival, num_tokens, max_tokens, priority, num_cached)
 
 
 def most_ticks(request: Waiting, limits: Limits) -> int:
     """What it needs when every tick moves it, all that it generated before a preemption prefilled again."""
     least_budget = limits.max_batch_tokens - limits.num_slots + 1
     chunk = least_budget // limits.chunk_multiple * limits.chunk_multiple
-    return (request.num_tokens + request.max_tokens) // chunk + len(request.checkpoints) + 1 + request.max_tokens
+    return (request.num_tokens + request.max_tokens) // chunk + 1 + request.max_tokens
 
 
 def simulate(rng: random.Random, num_requests: int) -> Loop:
@@ -402,7 +389,6 @@ def test_random_traffic_keeps_every_rule_and_comes_to_its_end() -> None:
     loops = [simulate(random.Random(seed), 60) for seed in range(120)]
     assert sum(len(loop.finished) for loop in loops) > 2000
     assert sum(loop.num_preempted for loop in loops) > 200
-    assert sum(loop.num_at_checkpoint for loop in loops) > 200
 
 
 @settings(max_examples=100, deadline=None)
