@@ -28,13 +28,13 @@ from torch import Tensor
 from flows.bench_machine import describe_machine
 from k3core.model.model import Forward
 from k3core.model.presets import PRESETS
-from k3core.model.state import Emit
 from k3core.model.weights import named_tensors
 from k3core.parity import awake_model
 from k3core.rollout.engine import K3Engine
 from k3core.rollout.memory import MemorySizes
 from k3core.rollout.prefix_cache import hit_ceiling
 from k3core.rollout.protocol import GenerateRequest
+from k3core.rollout.runner import Pieces
 from k3core.types import SamplingParams
 
 CFG = PRESETS["tiny"]
@@ -48,17 +48,8 @@ class NoPasses:
     def __init__(self) -> None:
         self.routes = (len(CFG.routed_layers), CFG.num_experts_per_token)
 
-    def prefill(
-        self,
-        tokens: Sequence[int],
-        lengths: Sequence[int],
-        slots: Sequence[int],
-        positions: Sequence[int],
-        emits: Sequence[Emit] = (),
-        adapter: object = None,
-    ) -> Forward:
-        del lengths, slots, positions, emits, adapter
-        T = len(tokens)
+    def prefill(self, pieces: Pieces) -> Forward:
+        T = len(pieces.tokens)
         return Forward(torch.zeros(T, 1), torch.zeros(T, *self.routes, dtype=torch.long))
 
     def decode(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from k3core.model.model import ROWS, K3Model
 from k3core.model.state import SlotState
 from k3core.rollout.cpu_runner import CpuRunner
+from k3core.rollout.runner import Pieces
 from k3kernels.packing import Packing
 
 HEAD = "lm_head"
@@ -143,7 +144,7 @@ def _prefill_and_decode(
     rows_T = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, prompts, strict=True)])
     tokens = [token for history, length in zip(histories, prompts, strict=True) for token in history[:length]]
     with tape.recording(rows_T, torch.arange(len(tokens))):
-        forward = runner.prefill(tokens, prompts, range(N), [0] * N)
+        forward = runner.prefill(Pieces(tokens, prompts, range(N), [0] * N))
     last_N = torch.tensor(prompts).cumsum(0) - 1
     tape.put(HEAD, rows_T[last_N], forward.hidden_TD[last_N], runner.logits(forward.hidden_TD[last_N]))
     for step in range(max(len(history) - length for history, length in zip(histories, prompts, strict=True))):

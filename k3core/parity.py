@@ -20,12 +20,12 @@ from k3core.model.config import K3Config
 from k3core.model.lora import LoraConfig, attach_lora, branches_of, detach_lora, set_branches
 from k3core.model.model import Forward, K3Model, build_model
 from k3core.model.numerics import Numerics
-from k3core.model.state import Emit
 from k3core.model.weights import is_adapter_tensor, named_tensors
 from k3core.rl.trainer import target_logprobs
-from k3core.rollout.engine import K3Engine, Runner
+from k3core.rollout.engine import K3Engine
 from k3core.rollout.memory import MemorySizes
 from k3core.rollout.protocol import GenerateRequest, Generation
+from k3core.rollout.runner import Pieces, Runner
 from k3core.types import SamplingParams
 from k3kernels.packing import Packing
 
@@ -85,17 +85,9 @@ class WatchedRunner:
         self.num_pieces = self.most_rows = 0
         self.adapters: set[object] = set()
 
-    def prefill(
-        self,
-        tokens: Sequence[int],
-        lengths: Sequence[int],
-        slots: Sequence[int],
-        positions: Sequence[int],
-        emits: Sequence[Emit] = (),
-        adapter: object = None,
-    ) -> Forward:
-        self.num_pieces += len(lengths)
-        return self.runner.prefill(tokens, lengths, slots, positions, emits, adapter)
+    def prefill(self, pieces: Pieces) -> Forward:
+        self.num_pieces += len(pieces.lengths)
+        return self.runner.prefill(pieces)
 
     def decode(
         self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int], adapter: object = None

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from k3core.model.model import ROWS, Forward, K3Model
-from k3core.model.state import Emit, SlotState
+from k3core.model.state import SlotState
+from k3core.rollout.runner import Pieces
 from k3kernels.packing import Packing
 
 
@@ -18,20 +19,11 @@ class CpuRunner:
     def __init__(self, model: K3Model, state: SlotState) -> None:
         self.model, self.state = model, state
 
-    def prefill(
-        self,
-        tokens: Sequence[int],
-        lengths: Sequence[int],
-        slots: Sequence[int],
-        positions: Sequence[int],
-        emits: Sequence[Emit] = (),
-        adapter: object = None,
-    ) -> Forward:
-        """Pieces of prompts, packed; sequence n lives in slots[n], which stands at positions[n]."""
-        del adapter
-        assert self.state.length_N[list(slots)].tolist() == list(positions)
-        packing = Packing(tuple(lengths))
-        return self.model(torch.tensor(tokens), packing, None, self.state, torch.tensor(slots), emits=emits)
+    def prefill(self, pieces: Pieces) -> Forward:
+        slots_N = torch.tensor(pieces.slots)
+        assert self.state.length_N[slots_N].tolist() == list(pieces.positions)
+        packing = Packing(tuple(pieces.lengths))
+        return self.model(torch.tensor(pieces.tokens), packing, None, self.state, slots_N, emits=pieces.emits)
 
     def decode(
         self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int], adapter: object = None

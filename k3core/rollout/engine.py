@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from k3core.model.config import K3Config
 from k3core.model.lora import LoraConfig, attach_lora
-from k3core.model.model import ROWS, Forward, K3Model, build_model
+from k3core.model.model import ROWS, K3Model, build_model
 from k3core.model.state import Emit, SlotState
 from k3core.model.weights import load_tensors, named_tensors
 from k3core.rollout.adapters import AdapterSet
@@ -21,6 +21,7 @@ from k3core.rollout.cpu_runner import CpuRunner
 from k3core.rollout.memory import EngineMemory, Lease, MemorySizes, stepped
 from k3core.rollout.prefix_cache import CacheStats, Namespace
 from k3core.rollout.protocol import GenerateRequest, Generation, SampledToken, Stop, UnknownAdapter, UpdateRule
+from k3core.rollout.runner import Pieces, Runner
 from k3core.rollout.sampling import sample, sequence_generator
 from k3core.rollout.scheduling import Limits, Piece, Refused, Running, Waiting, admit, schedule
 from k3core.rollout.stops import StopMatcher
@@ -62,28 +63,6 @@ class _Drawing:
 
     turns: list[_Turn]
     logits_NV: Tensor
-
-
-class Runner(Protocol):
-    """How passes run: see `CpuRunner` and `GpuRunner`."""
-
-    def prefill(
-        self,
-        tokens: Sequence[int],
-        lengths: Sequence[int],
-        slots: Sequence[int],
-        positions: Sequence[int],
-        emits: Sequence[Emit] = (),
-        adapter: object = None,
-    ) -> Forward: ...
-
-    def decode(
-        self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int], adapter: object = None
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def logits(self, hidden_ND: Tensor) -> Tensor: ...
-
-    def forget(self, adapter: object) -> None: ...
 
 
 class K3Engine:
@@ -385,7 +364,7 @@ class K3Engine:
         for adapter, group in _by_adapter(self._turns[name] for name in ends).items():
             taken = [(turn, turn.num_fed, ends[turn.request.sequence]) for turn in group]
             self.adapter_set.activate(adapter)
-            forward = self.runner.prefill(
+            pieces_of_group = Pieces(
                 [token for turn, start, end in taken for token in turn.history[start:end]],
                 [end - start for _, start, end in taken],
                 [_lease(turn).slot for turn in group],
@@ -393,6 +372,7 @@ class K3Engine:
                 self._emits(taken),
                 adapter,
             )
+            forward = self.runner.prefill(pieces_of_group)
             routes_TLk = self._routes(forward.routed_experts_TLk)
             first, complete, rows = 0, [], []
             for turn, start, end in taken:

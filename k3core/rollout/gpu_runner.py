@@ -10,7 +10,8 @@ from torch import Tensor
 
 from k3core.model import packed
 from k3core.model.model import Forward, K3Model
-from k3core.model.state import Emit, SlotState
+from k3core.model.state import SlotState
+from k3core.rollout.runner import Pieces
 from k3kernels.dispatch import batch_invariant
 from k3kernels.kda.triton import INACTIVE
 
@@ -43,29 +44,22 @@ class GpuRunner:
         self._memory = torch.cuda.graph_pool_handle()
 
     @torch.no_grad()
-    def prefill(
-        self,
-        tokens: Sequence[int],
-        lengths: Sequence[int],
-        slots: Sequence[int],
-        positions: Sequence[int],
-        emits: Sequence[Emit] = (),
-        adapter: object = None,
-    ) -> Forward:
-        """Pieces of prompts, packed. What it returns is overwritten by the next prefill."""
-        wanted = [(emit.n, emit.position, emit.checkpoint) for emit in emits]
-        T, N = len(tokens), len(lengths)
+    def prefill(self, pieces: Pieces) -> Forward:
+        wanted = [(emit.n, emit.position, emit.checkpoint) for emit in pieces.emits]
+        T, N = len(pieces.tokens), len(pieces.lengths)
         num_tokens = next((size for size in PREFILL_TOKENS if size >= T), T)
         num_sequences = next((size for size in PREFILL_SEQUENCES if size >= N and 2 * size >= len(wanted)), None)
         plan = packed.PrefillPlan(num_tokens, num_sequences or N, 2 * num_sequences if num_sequences else len(wanted))
-        values = torch.tensor(plan.values(tokens, lengths, slots, positions, wanted), dtype=torch.int32)
+        values = torch.tensor(
+            plan.values(pieces.tokens, pieces.lengths, pieces.slots, pieces.positions, wanted), dtype=torch.int32
+        )
         values = values.pin_memory().to(self.device, non_blocking=True)
         if num_sequences is None or num_tokens not in PREFILL_TOKENS:
             with batch_invariant(self.is_invariant):
                 forward = self._prefill_of(plan, values)
         else:
             graph = self._graph(
-                (adapter, "prefill", num_tokens, num_sequences),
+                (pieces.adapter, "prefill", num_tokens, num_sequences),
                 plan.nothing(),
                 lambda inputs: (self._prefill_of(plan, inputs), None),
             )

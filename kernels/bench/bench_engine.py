@@ -39,6 +39,7 @@ from k3core.rollout.gpu_runner import GpuRunner
 from k3core.rollout.memory import EngineMemory, MemorySizes
 from k3core.rollout.prefix_cache import Copy, hit_ceiling
 from k3core.rollout.protocol import GenerateRequest
+from k3core.rollout.runner import Pieces
 from k3core.types import SamplingParams
 
 OUT = Path(__file__).parent / "checks" / "engine_h200.json"
@@ -304,7 +305,7 @@ def restore() -> dict[str, Any]:
         def compute(length: int = length) -> None:
             for start in range(0, length, 8192):
                 piece = min(8192, length - start)
-                runner.prefill([7] * piece, [piece], [0], [start])
+                runner.prefill(Pieces([7] * piece, [piece], [0], [start]))
 
         restored, recomputed = median_ms(bring, 5)[0], median_ms(compute, 5)[0]
         found[f"{length} tokens"] = {"restore_ms": restored, "recompute_ms": recomputed}
