@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,8 @@ import typer
 if TYPE_CHECKING:
     from infra.engine_server.settings import Made
     from infra.engine_server.weights import Opened
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 server = typer.Typer(help="Serve a policy over HTTP.", rich_markup_mode=None)
 
@@ -43,6 +46,9 @@ def engine(
         ),
     ] = None,
     device: Annotated[str, typer.Option(metavar="cpu|cuda[:N]", help="Where the engine computes.")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(metavar="fp32|bf16", help="Of the weights; fp32 on the CPU, bf16 on a GPU.")
+    ] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Turns that decode together.")] = 32,
     max_waiting: Annotated[int, typer.Option(min=0, help="Turns in line; the next one is told to come later.")] = 256,
     max_length: Annotated[
@@ -63,12 +69,14 @@ def engine(
         raise typer.BadParameter("needs at least one character, and no colon.", param_hint="--name")
     if re.fullmatch("cpu|cuda(:[0-9]+)?", device) is None:
         raise typer.BadParameter(f"expected cpu, cuda or cuda:N, got {device!r}.", param_hint="--device")
+    if dtype not in (None, *DTYPES):
+        raise typer.BadParameter(f"expected {' or '.join(DTYPES)}, got {dtype!r}.", param_hint="--dtype")
     adapters = dict(_named(text, name) for text in adapter or ())
     from infra.engine_server.server import serve
     from infra.engine_server.settings import ServerSettings
     from k3core.chat import chat_format
 
-    opened = _open(run, model, root)
+    opened = in_dtype(_open(run, model, root), dtype or ("fp32" if device == "cpu" else "bf16"))
     is_thinking = opened.thinking if thinking is None else thinking
     if is_thinking and not chat_format(opened.tokenizer).has_thinking:
         raise typer.BadParameter("the tokenizer's chat format has no think channel.", param_hint="--thinking")
@@ -90,6 +98,12 @@ def engine(
     )
     serve(settings, lambda url: print(f"{name} is {opened.name}, served at {url}", flush=True))
     return 0
+
+
+def in_dtype(opened: Opened, dtype: str) -> Opened:
+    import torch
+
+    return replace(opened, model=replace(opened.model, dtype=getattr(torch, DTYPES[dtype])))
 
 
 def _named(text: str, policy: str) -> tuple[str, str]:
@@ -116,7 +130,7 @@ def _open(run: str | None, model: Path | None, root: str) -> Opened:
 def _make(opened: Opened, adapters: dict[str, str], max_running: int, max_length: int, device: str) -> Made:
     """adapters: by name, where they lie."""
     from infra.engine_server.settings import Made
-    from infra.engine_server.weights import read_adapter
+    from infra.engine_server.weights import in_type, read_adapter
     from k3core.chat import chat_format
     from k3core.rollout.engine import K3Engine
 
@@ -125,9 +139,10 @@ def _make(opened: Opened, adapters: dict[str, str], max_running: int, max_length
         *(cfg, stop_token, max_running, max_length),
         lora=opened.model.lora,
         tokenizer=opened.tokenizer,
+        dtype=opened.model.dtype,
         device=device,
     )
-    policy = opened.read()
+    policy = in_type(opened.read(), opened.model.dtype)
     made.load(policy.step, policy.tensors, base_sha256=policy.weights_sha256)
     for name, place in adapters.items():
         adapter = read_adapter(place, cfg, policy.base_sha256)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from k3core.checkpoint.hf import open_checkpoint
 from k3core.checkpoint.tensors import to_torch
 from k3core.model.config import K3Config
 from k3core.model.lora import LoraConfig
+from k3core.model.precision import stored_dtype
 from k3core.tokenizer import Tokenizer
 from k3core.types import PolicyVersion
 
@@ -32,10 +33,14 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the engine was made for. lora: branches that belong to the policy itself, as those of a run in mode lora."""
+    """What the engine was made for. lora: branches that belong to the policy itself, as those of a run in mode lora.
+
+    dtype: of the weights that it computes with; runs keep theirs in fp32.
+    """
 
     cfg: K3Config
     lora: LoraConfig | None = None
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,14 @@ def open_folder(folder: Path) -> Opened:
     return Opened(folder.name, ServedModel(checkpoint.cfg), tokenizer, read)
 
 
+def in_type(policy: Policy, dtype: torch.dtype) -> Policy:
+    """Rounded to what a model of type dtype stores."""
+    stored = {
+        name: t.to(stored_dtype(name, dtype)) if t.is_floating_point() else t for name, t in policy.tensors.items()
+    }
+    return replace(policy, tensors=stored)
+
+
 def read_policy(place: str, step: int | None, model: ServedModel) -> Policy:
     """place: a run's folder, or a version's manifest or the folder that holds it; a path or a uri.
 
@@ -104,9 +117,10 @@ def read_policy(place: str, step: int | None, model: ServedModel) -> Policy:
     if step is not None and named_step is not None and step != named_step:
         raise ValueError(f"step {step}: {place} is step {named_step}; leave one of them out")
     context = _context(root, run)
-    if _model_of(context) != model:
+    if _model_of(context) != replace(model, dtype=torch.float32):
         raise ValueError(f"run {run!r} in {root} is of another model than is served: serve it with a server of its own")
-    return _read(context, _version(context.store, run, named_step if step is None else step))
+    policy = _read(context, _version(context.store, run, named_step if step is None else step))
+    return in_type(policy, model.dtype)
 
 
 def read_adapter(place: str, cfg: K3Config, base_sha256: str | None) -> Adapter:

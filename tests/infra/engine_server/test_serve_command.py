@@ -29,6 +29,7 @@ from flows.cli import main
         (["--model", ".", "--name", "a:b"], "--name"),
         (["--model", ".", "--adapter", "x"], "--adapter: expected NAME=PLACE"),
         (["--model", ".", "--device", "tpu"], "--device: expected cpu"),
+        (["--model", ".", "--dtype", "fp16"], "--dtype: expected fp32 or bf16"),
         (["--model", ".", "--record", "absent/record"], "--record: absent is not a folder"),
         (["--model", ".", "--port", "70000"], "--port"),
         (["--model", ".", "--max-running", "0"], "--max-running"),
@@ -55,12 +56,13 @@ def test_a_taken_port_is_one_line_and_code_2(
     assert f"127.0.0.1:{port}: cannot be listened on" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_checkpoint_is_served_recorded_and_ended_with_code_0(
-    init_folder: Callable[[str], Path], tmp_path: Path
+    init_folder: Callable[[str], Path], tmp_path: Path, dtype: str
 ) -> None:
     folder, record = init_folder("k3"), tmp_path / "record.jsonl"
     command = [sys.executable, "-m", "flows.cli", "serve", "engine", "--model", str(folder), "--port", "0"]
-    command += ["--record", str(record), "--name", "mine", "--max-length", "300"]
+    command += ["--record", str(record), "--name", "mine", "--max-length", "300", "--dtype", dtype]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
     try:
         assert server.stdout is not None
