@@ -4,34 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-_is_batch_invariant = False  # for all threads: a backward pass that computes a layer again runs in one of its own
+Mode = Literal["torch", "kernels", "invariant"]
+# For all threads: a backward pass that computes a layer again runs in one of its own. Not by whether there is a gradient:
+# a trainer's passes with and without one must round alike, or its first ratio is not 1.
+_mode: Mode = "torch"
 
 
 @contextmanager
 def batch_invariant(is_on: bool = True) -> Iterator[None]:
-    """On a GPU, products of matrices too run in kernels whose sums have one order for any number of rows. On the CPU this
-    is always so."""
-    global _is_batch_invariant
-    before, _is_batch_invariant = _is_batch_invariant, is_on
+    """On a GPU, operations run in kernels; with is_on products of matrices too, whose sums then have one order for any
+    number of rows. On the CPU that is always so."""
+    global _mode
+    before, _mode = _mode, "invariant" if is_on else "kernels"
     try:
         yield
     finally:
-        _is_batch_invariant = before
+        _mode = before
 
 
 def is_batch_invariant() -> bool:
-    return _is_batch_invariant
+    return _mode == "invariant"
 
 
 def uses_kernel(x: Tensor) -> bool:
-    """On a GPU in bf16 or fp32, without a gradient or where bits must not depend on the batch."""
-    is_known = x.is_cuda and x.dtype in (torch.bfloat16, torch.float32)
-    return is_known and (_is_batch_invariant or not torch.is_grad_enabled())
+    return _mode != "torch" and _is_known(x)
 
 
 def uses_invariant_product(x: Tensor) -> bool:
-    return _is_batch_invariant and x.is_cuda and x.dtype in (torch.bfloat16, torch.float32)
+    return _mode == "invariant" and _is_known(x)
+
+
+def _is_known(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float32)
