@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from k3core.model.config import K3Config
-from k3core.model.lora import LoraConfig, attach_lora
+from k3core.model.lora import EXPERT_MATRICES, LoraConfig, attach_lora
 from k3core.model.model import ROWS, K3Model, build_model
 from k3core.model.state import Emit, SlotState
 from k3core.model.weights import load_tensors, named_tensors
@@ -93,6 +93,7 @@ class K3Engine:
     ) -> None:
         """tokenizer: what stop strings are found with. is_invariant: whether a GPU's products of matrices have one order
         for every batch (the CPU's always have). Raises ValueError for sizes under which a turn could wait for ever."""
+        require_served(cfg, lora, torch.device(device))
         self.num_slots = -(-num_slots // ROWS) * ROWS
         self.model = build_model(cfg, dtype, device)
         if lora is not None:
@@ -165,6 +166,7 @@ class K3Engine:
 
     def load_adapter(self, name: str, tensors: Mapping[str, Tensor], config: LoraConfig) -> None:
         """As `Engine.load_adapter`; running turns of an older one of that name begin again from their tokens."""
+        require_served(self.model.cfg, config, self.device)
         before = self.adapter_set.sha256(name) if name in self.adapters else None
         self.adapter_set.load(name, tensors, config)
         self.runner.forget(name)
@@ -476,6 +478,20 @@ class K3Engine:
             turn.matcher.feed(self.tokenizer.decode_bytes([token]))
             turn.matched = turn.matcher.stop
         return turn.matched is not None
+
+
+def require_served(cfg: K3Config, lora: LoraConfig | None, device: torch.device) -> None:
+    """Raises ValueError for what a GPU's captured graphs cannot compute yet: packed experts, and adapters of experts."""
+    if device.type == "cpu":
+        return
+    if cfg.expert_quantization is not None:
+        raise ValueError(
+            f"model.expert_quantization {cfg.expert_quantization}: the engine serves packed experts on the CPU only"
+        )
+    experts = [f"layers.{i}.block_sparse_moe.experts.{name}" for i in cfg.moe_layers for name in EXPERT_MATRICES]
+    targeted = [] if lora is None else [path for path in experts if lora.is_target(path)]
+    if targeted:
+        raise ValueError(f"adapter of {targeted[0]}: the engine serves adapters of experts on the CPU only")
 
 
 def _make_runner(model: K3Model, state: SlotState, is_invariant: bool) -> Runner:

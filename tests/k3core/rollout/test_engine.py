@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from k3core.model.config import K3Config
+from k3core.model.lora import LoraConfig
 from k3core.model.model import ROWS, K3Model
 from k3core.model.state import PAGE
 from k3core.model.weights import load_tensors, named_tensors
 from k3core.rl.optim import OptimConfig
 from k3core.rl.trainer import Trainer
-from k3core.rollout.engine import K3Engine
+from k3core.rollout.engine import K3Engine, require_served
 from k3core.rollout.protocol import GenerateRequest, Generation
 from k3core.rollout.scheduling import Free
 from k3core.types import SamplingParams
@@ -467,6 +468,24 @@ def test_a_stop_string_without_a_tokenizer_is_refused_and_not_ignored(make_engin
     asked = replace(asked, sampling=replace(asked.sampling, stop=("end",)))
     with pytest.raises(ValueError, match="no tokenizer to find stop strings with"):
         asyncio.run(make_engine().generate(asked))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "targets", "line"),
+    [
+        ("mxfp4", None, "model.expert_quantization mxfp4: the engine serves packed experts on the CPU only"),
+        (None, ("q_proj", "w2"), r"adapter of layers\.1\.block_sparse_moe\.experts\.w2: .* on the CPU only"),
+    ],
+)
+def test_what_a_gpus_graphs_cannot_compute_is_refused_before_a_turn_meets_it(
+    cfg: K3Config, quantization: str | None, targets: tuple[str, ...] | None, line: str
+) -> None:
+    cfg = replace(cfg, expert_quantization=quantization)
+    lora = None if targets is None else LoraConfig(4, 8.0, targets)
+    require_served(cfg, lora, torch.device("cpu"))
+    require_served(replace(cfg, expert_quantization=None), LoraConfig(4, 8.0, ("q_proj",)), torch.device("cuda"))
+    with pytest.raises(ValueError, match=line):
+        require_served(cfg, lora, torch.device("cuda"))
 
 
 def test_a_stop_id_ends_a_turn_and_belongs_to_it(make_engine: MakeEngine) -> None:
