@@ -149,17 +149,17 @@ class K3Engine:
         fit and for a `continue` that is not to a later step."""
         if rule == "continue" and step <= self._step:
             raise ValueError(f"continue: step {step} must come after {self._step}; use drop or keep")
+        base = base_sha256 or f"load {self._num_loads + 1}"
+        known = self.memory.cache.namespaces()
+        moves = stepped([*known, *(_lease(turn).namespace for turn in self._running())], self._step, base, step)
+        if rule == "continue" and not set(moves.values()).isdisjoint(known):
+            raise ValueError(f"continue: step {step} has histories of its own, which were kept; use drop or keep")
         self.adapter_set.activate(None)  # the policy's own tensors are written, and no adapter's
         load_tensors(self.model, dict(tensors))
         self._num_loads += 1
-        base = base_sha256 or f"load {self._num_loads}"
-        moves = stepped(self.memory.cache.namespaces(), self._step, base, step)
         if rule != "continue":
             for turn in self._running():
                 self._requeue(turn, keep=False)
-        else:
-            leases = [turn.lease.namespace for turn in self._running() if turn.lease is not None]
-            moves |= stepped(leases, self._step, base, step)
         if (self._base_sha256, self._step) != (base, step):
             self.memory.update(rule, moves)
         self._base_sha256, self._step = base, step

@@ -230,6 +230,14 @@ def test_an_update_that_cannot_continue_changes_nothing(k3: K3Config, model: K3M
     with pytest.raises(ValueError, match="continue: step 0 must come after 0; use drop or keep"):
         engine.load(0, {n: t * 2 for n, t in named_tensors(model).items()}, "continue")
     assert_same(run(engine, asked("b", some_tokens(1, 40)))[0], before)
+    engine.load(2, named_tensors(model), base_sha256="two")
+    run(engine, asked("c", some_tokens(1, 40)))
+    engine.load(1, named_tensors(model), "keep", base_sha256="one")
+    before = run(engine, asked("d", some_tokens(1, 40)))[0]
+    with pytest.raises(ValueError, match="continue: step 2 has histories of its own"):
+        engine.load(2, {n: t * 2 for n, t in named_tensors(model).items()}, "continue", base_sha256="two")
+    assert engine.policy_step == 1
+    assert_same(run(engine, asked("e", some_tokens(1, 40)))[0], before)
 
 
 @pytest.mark.parametrize(
