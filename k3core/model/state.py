@@ -83,9 +83,9 @@ class SlotState:
 
     kda_NHKV[layer] the recurrent state at the start of the chunk in which the slot stands, in the next wider type;
     chunk_rows[layer] what it has seen of that chunk (on a GPU in kda_pool[layer]); window_NJP[layer] the last J-1 inputs
-    of the convolution (q|k|v), pages_PSC[layer] latent rows (kv_lora_rank | rope width), of which those of slot n at position p are in page
-    table_NM[n, p // page_size]. length_N counts the tokens that all of them have seen: there is one position per slot,
-    so they cannot come apart. All lie on `device`, the model's; dtype is that of the model's activations.
+    of the convolution (q|k|v), pages_PSC[layer] latent rows (kv_lora_rank | rope width), of which those of slot n at
+    position p are in page table_NM[n, p // page_size]. length_N counts the tokens that all of them have seen: there is one
+    position per slot, so they cannot come apart. All lie on `device`, the model's; dtype is that of its activations.
 
     Without num_pages every slot owns its pages; with it `set_pages` says whose they are. `checkpoints` holds states that
     stand at a chunk's start, by number: `save` and `restore` copy a slot's there and back.

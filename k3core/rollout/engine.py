@@ -328,7 +328,7 @@ class K3Engine:
         for turn in waiting:
             if len(found) >= self.memory.free.slots:
                 break
-            num_cached, _ = self.memory.cache.reach(self._namespace(turn), turn.history[: turn.target])
+            num_cached = self.memory.cache.reach(self._namespace(turn), turn.history[: turn.target])
             page = self._next_page(turn, num_cached)
             leader = leaders.setdefault(page, turn) if page is not None else turn
             if leader is not turn:
@@ -345,7 +345,8 @@ class K3Engine:
 
     def _namespace(self, turn: _Turn) -> Namespace:
         adapter = self.adapter_set.sha256(turn.request.adapter)
-        return Namespace(self._base_sha256, adapter, self._step, "", turn.request.tenant)
+        tokenizer = "" if self.tokenizer is None else self.tokenizer.sha256
+        return Namespace(self._base_sha256, adapter, self._step, tokenizer, turn.request.tenant)
 
     def _take(self, turn: _Turn, num_pages: int) -> None:
         tokens = turn.history[: turn.target]

@@ -95,11 +95,11 @@ class PrefixCache:
             oldest_step=min((node.policy_step for node in hit), default=namespace.policy_step),
         )
 
-    def reach(self, namespace: Namespace, tokens: Sequence[int]) -> tuple[int, int]:
-        """(num_tokens, kv_tokens) that a match would find now, with room on the device. Counts and pins nothing."""
+    def reach(self, namespace: Namespace, tokens: Sequence[int]) -> int:
+        """How many tokens a match would find now, with room on the device. Counts and pins nothing."""
         path = self._walk(namespace, tokens)
         usable = [n for n, node in enumerate(path, 1) if node.has_checkpoint and node.staged_checkpoint is None]
-        return max(usable, default=0) * self.cfg.page_size, len(path) * self.cfg.page_size
+        return max(usable, default=0) * self.cfg.page_size
 
     def namespaces(self) -> tuple[Namespace, ...]:
         """Those under which something can be found."""

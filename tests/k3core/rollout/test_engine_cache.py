@@ -171,6 +171,17 @@ def test_an_adapter_that_is_not_loaded_is_refused_by_name(
     assert len(run(engine, asked("s", [1], adapter="one"))[0].tokens_T) == 6
 
 
+def test_new_weights_after_an_adapters_turn_are_the_policys_and_not_the_adapters(
+    k3: K3Config, model: K3Model, random_model: RandomModel
+) -> None:
+    engine = make(k3, model)
+    engine.load_adapter("one", factors(k3, random_model, 1), LORA)
+    adapted = run(engine, asked("a", [1, 2], adapter="one"))[0]
+    engine.load(1, named_tensors(model))
+    assert_same(run(engine, asked("b", [1, 2]))[0], run(make(k3, model), asked("b", [1, 2]))[0])
+    assert_same(run(engine, asked("c", [1, 2], adapter="one"))[0], adapted)
+
+
 def test_an_adapter_unloaded_under_a_turn_ends_that_turn_and_no_other(
     k3: K3Config, model: K3Model, random_model: RandomModel
 ) -> None:
