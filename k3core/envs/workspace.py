@@ -15,6 +15,9 @@ from pathlib import Path, PurePosixPath
 
 from k3core.envs.environment import InfrastructureError
 
+MEMORY_FOLDER = "/dev/shm"
+LEAST_MEMORY_BYTES = 1 << 30  # free ones: hundreds of workspaces at their largest; a container often has 64 MiB in all
+
 _POLICY_ERRNOS = {
     errno.ENOENT: "no such file",
     errno.EISDIR: "is a directory",
@@ -40,6 +43,15 @@ class WorkspaceLimits:
     max_depth: int = 16
 
 
+def memory_folder() -> str | None:
+    """The system's folder in memory, for the few small files that an episode makes and removes at once; None, which is as
+    tempfile decides, where TMPDIR names another, there is none, or it has less room than LEAST_MEMORY_BYTES."""
+    if "TMPDIR" in os.environ or not os.access(MEMORY_FOLDER, os.W_OK | os.X_OK):
+        return None
+    room = os.statvfs(MEMORY_FOLDER)
+    return MEMORY_FOLDER if room.f_bavail * room.f_frsize >= LEAST_MEMORY_BYTES else None
+
+
 class Workspace:
     """Files of one episode. Nothing but this object writes there, so a file of ours that vanishes is our fault.
 
@@ -51,7 +63,7 @@ class Workspace:
         self.limits = limits or WorkspaceLimits()
         self._known: set[str] = set()
         try:
-            self._home = tempfile.TemporaryDirectory(prefix="k3-workspace-")
+            self._home = tempfile.TemporaryDirectory(prefix="k3-workspace-", dir=memory_folder())
             self._root = Path(self._home.name, "files")
             self._scratch = Path(self._home.name, "scratch")
             self._root.mkdir()

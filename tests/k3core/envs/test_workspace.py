@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from k3core.envs import workspace as workspaces
 from k3core.envs.environment import InfrastructureError
 from k3core.envs.workspace import ToolError, Workspace, WorkspaceLimits
 
@@ -173,3 +175,27 @@ def test_closing_removes_everything_and_may_be_repeated() -> None:
     workspace.close()
     assert not home.exists()
     workspace.close()
+
+
+def test_workspaces_lie_in_memory_where_there_is_room_and_nobody_named_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, named = tmp_path / "memory", tmp_path / "named"
+    memory.mkdir()
+    named.mkdir()
+    monkeypatch.setattr(workspaces, "MEMORY_FOLDER", str(memory))
+    monkeypatch.setattr(workspaces, "LEAST_MEMORY_BYTES", 1)
+    monkeypatch.delenv("TMPDIR", raising=False)
+
+    def home() -> Path:
+        workspace = Workspace({"nda.md": "NDA"})
+        workspace.close()
+        return workspace.resolve("nda.md")[1].parents[2]
+
+    assert home() == memory
+    monkeypatch.setattr(workspaces, "LEAST_MEMORY_BYTES", 1 << 62)
+    assert home() != memory
+    monkeypatch.setattr(workspaces, "LEAST_MEMORY_BYTES", 1)
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it is asked once
+    monkeypatch.setenv("TMPDIR", str(named))
+    assert home() == named
