@@ -15,6 +15,7 @@ from k3core.model.layers import Linear
 from k3core.model.state import Emit, SlotState
 from k3kernels.dtypes import wider
 from k3kernels.kda import CHUNK, kda_aligned, kda_aligned_from, kda_aligned_step, kda_chunked, kda_gate, l2_norm
+from k3kernels.kda.aligned import Places
 from k3kernels.packing import Packing
 from k3kernels.rms_norm import gated_rms_norm
 from k3kernels.short_conv import short_conv
@@ -120,7 +121,7 @@ class KimiDeltaAttention(nn.Module):
         """In the chunks in which the slots stand: the new rows lie behind those that were seen of them."""
         J, N = self.cfg.short_conv_kernel_size, packing.num_sequences
         num_seen_N = state.length_N[slots_N] % CHUNK
-        length = -(-(CHUNK - 1 + packing.max_length) // CHUNK) * CHUNK  # the most it can be: a GPU is not waited for
+        length = -(-int((num_seen_N + packing.lengths_N).max()) // CHUNK) * CHUNK
         index_T = packing.seq_T * length + packing.pos_T + num_seen_N[packing.seq_T]
 
         def place(x_T: Tensor) -> Tensor:
@@ -151,25 +152,27 @@ class KimiDeltaAttention(nn.Module):
         state.window_NJP[self.layer][slots_N] = window_and_qkv[sequences_N1, rows_NJ]
         return o_NLHV.flatten(0, 1)[index_T]
 
-    def decode(self, x_ND: Tensor, state: SlotState, is_active_N: Tensor) -> Tensor:
+    def decode(self, x_ND: Tensor, state: SlotState, places: Places) -> Tensor:
         """One token for the first N slots; slots that are not active keep their state, window and seen rows."""
-        N = x_ND.shape[0]
-        qkv_NP = torch.cat([self.q_proj(x_ND), self.k_proj(x_ND), self.v_proj(x_ND)], -1)
-        window = state.window_NJP[self.layer][:N]
-        window_and_qkv = torch.cat([window, qkv_NP.unsqueeze(1)], 1)
+        N, n = x_ND.shape[0], places.num
+        window_NJP = state.window_NJP[self.layer]
+        new_N1P = torch.cat([self.q_proj(x_ND), self.k_proj(x_ND), self.v_proj(x_ND)], -1).unsqueeze(1)
+        window_and_qkv = torch.cat([window_NJP[:N], new_N1P], 1)
         q, k, v = (x.squeeze(1) for x in self._convolve(window_and_qkv))
         g_NHK, beta_NH = self._gates(x_ND)
-        o_NHV = kda_aligned_step(
-            *(q, k, v, g_NHK, beta_NH),
-            state.kda_NHKV[self.layer][:N],
-            state.chunk_rows[self.layer].of(slice(N)),
-            state.length_N[:N] % CHUNK,
-            is_active_N,
+        o_nHV = kda_aligned_step(
+            *(q[:n], k[:n], v[:n], g_NHK[:n], beta_NH[:n]),
+            state.kda_NHKV[self.layer][:n],
+            state.chunk_rows[self.layer].of(slice(n)),
+            places,
             self.cfg.gate_lower_bound,
             self.cfg.kda_head_dim**-0.5,
         )
-        state.window_NJP[self.layer][:N] = torch.where(is_active_N[:, None, None], window_and_qkv[:, 1:], window)
-        return self._output(o_NHV, x_ND)
+        if len(places.active) == N:
+            window_NJP[:N] = window_and_qkv[:, 1:]
+        else:
+            window_NJP[places.active] = window_and_qkv[places.active, 1:]
+        return self._output(F.pad(o_nHV, (0, 0, 0, 0, 0, N - n)), x_ND)
 
     def packed(self, x_TD: Tensor, work: PackedWork, packing: Packing | None, state: SlotState | None) -> Tensor:
         """On a GPU, for a trainer (which gives its packing, for the gradient's form), a prefill and a decode alike."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from k3core.model.config import K3Config
 from k3core.model.layers import Linear, RMSNorm
 from k3core.model.state import Emit, SlotState
+from k3kernels.kda.aligned import Places
 from k3kernels.mla import KEYS, absorb_queries, attend_latent, mla_attention_from_start, unabsorb
 from k3kernels.packing import Packing
 from k3kernels.two_forms import forward_and_gradient
@@ -129,18 +130,20 @@ class MultiHeadLatentAttention(nn.Module):
         o_NHQV = mla_attention_from_start(q_NHQX, k_NHSX, v_NSHV.transpose(1, 2), self.qk_head_dim**-0.5)
         return F.pad(packing.unpad(o_NHQV.transpose(1, 2)), (0, 0, 0, 0, 0, len(q_THX) - T))
 
-    def decode(self, x_ND: Tensor, state: SlotState, is_active_N: Tensor) -> Tensor:
+    def decode(self, x_ND: Tensor, state: SlotState, places: Places) -> Tensor:
         """One token for the first N slots; slots that are not active keep their rows."""
         H, N = self.cfg.num_attention_heads, x_ND.shape[0]
-        last = int((state.length_N[:N] * is_active_N).max())
-        assert last < state.max_length
-        active = is_active_N.nonzero().squeeze(-1)
+        active = places.active
         pos_A = state.length_N[active]
+        last = int(pos_A.max())
+        assert last < state.max_length
         state.write_latent(self.layer, active, pos_A, self._latent(x_ND)[active])
         rows_ASC = state.latent_rows(self.layer, active, last + 1)
         q_NHX = self._queries(x_ND).unflatten(-1, (H, self.qk_head_dim))
 
         def attend(q_NHC: Tensor) -> Tensor:
+            if len(active) == N:
+                return self._attend(q_NHC.unsqueeze(1), rows_ASC, pos_A.unsqueeze(1)).squeeze(1)
             read_NHR = q_NHC.new_zeros(N, H, self.cfg.kv_lora_rank)
             read_NHR[active] = self._attend(q_NHC[active].unsqueeze(1), rows_ASC, pos_A.unsqueeze(1)).squeeze(1)
             return read_NHR

@@ -146,7 +146,8 @@ class K3Model(nn.Module):
     def decode(self, tokens_N: Tensor, state: SlotState, is_active_N: Tensor) -> Forward:
         """One token for each of the first N slots; slots that are not active stay as they are."""
         x_ND = self.embed_tokens(tokens_N)
-        forward = self._layers(x_ND, None, lambda attn, x: attn.decode(x, state, is_active_N), run_once)
+        places = state.places(is_active_N)
+        forward = self._layers(x_ND, None, lambda attn, x: attn.decode(x, state, places), run_once)
         state.length_N[: tokens_N.shape[0]] += is_active_N
         return forward
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from k3core.model.config import K3Config
 from k3kernels.dtypes import wider
 from k3kernels.kda import CHUNK, ChunkRows
+from k3kernels.kda.aligned import Places
 from k3kernels.mla import KEYS
 
 if TYPE_CHECKING:
@@ -134,6 +135,11 @@ class SlotState:
             else:
                 self.pages_PSC[layer] = self.slots.pages_PLSC[:, len(self.pages_PSC)]
         self.length_N = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self._heads = cfg.kda_num_heads, cfg.kda_head_dim
+
+    def places(self, is_active_N: Tensor) -> Places:
+        """Of the first N slots, for a step in which those take part that are active."""
+        return Places.of(self.length_N[: len(is_active_N)], is_active_N, *self._heads)
 
     def latent_rows(self, layer: int, which: Tensor | slice | int, num_tokens: int) -> Tensor:
         """The first num_tokens rows and perhaps more, a multiple of KEYS: [N, S, C], or [S, C] of one slot."""

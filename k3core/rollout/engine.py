@@ -29,6 +29,7 @@ from k3core.rollout.stops import StopMatcher
 if TYPE_CHECKING:
     from k3core.tokenizer import Tokenizer
 
+RANK = 8  # on the CPU turns move into the first slots, a multiple of this: what lies between them is computed too
 MAX_QUEUE = 1 << 16  # turns that wait; who faces clients bounds them earlier
 
 
@@ -402,7 +403,7 @@ class K3Engine:
     def _decode(self, turns: Sequence[_Turn]) -> list[_Drawing]:
         """One token for each, in one pass for each adapter."""
         if self.device.type == "cpu":
-            self.memory.close_ranks(-(-len(self._running()) // ROWS) * ROWS)
+            self.memory.close_ranks(-(-len(self._running()) // RANK) * RANK)
         drawings: list[_Drawing] = []
         for adapter, group in _by_adapter(turns).items():
             self.adapter_set.activate(adapter)

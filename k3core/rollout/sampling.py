@@ -63,6 +63,9 @@ def sampling_logprobs(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Te
 
 
 def _tempered(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Not to be written into: where no temperature changes anything it is the logits themselves."""
+    if all(p.temperature == 1 for p in params):
+        return logits_NV
     temperature_N1 = torch.tensor([[p.temperature or 1.0] for p in params], dtype=logits_NV.dtype)
     return logits_NV / temperature_N1.to(logits_NV.device)
 
@@ -70,7 +73,8 @@ def _tempered(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def _logprobs(logits_NV: Tensor, params: Sequence[SamplingParams], rows: list[int], kept_RV: Tensor) -> Tensor:
     scaled_NV = _tempered(logits_NV, params)
     if rows:
-        scaled_NV[rows] = scaled_NV[rows].masked_fill(~kept_RV, -math.inf)
+        cut_RV = scaled_NV[rows].masked_fill(~kept_RV, -math.inf)
+        scaled_NV = scaled_NV.index_copy(0, torch.tensor(rows, device=scaled_NV.device), cut_RV)
     return torch.log_softmax(scaled_NV, -1)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from k3kernels.dtypes import wider
 from k3kernels.kda import CHUNK, ChunkRows, kda_aligned, kda_aligned_from, kda_aligned_step, kda_recurrent, l2_norm
+from k3kernels.kda.aligned import Places
 from k3kernels.kda.reference import kda_gate
 from k3kernels.two_forms import forward_and_gradient
 
@@ -68,11 +69,12 @@ def test_decoding_gives_the_bits_of_the_whole_pass_in_a_batch_of_any_size(
     want = kda_aligned(*inputs, empty_state(dtype), bound, SCALE)
     twice = [torch.cat([x.flip(0), x]) for x in inputs]
     state = torch.cat([empty_state(dtype)] * 2)
-    seen = ChunkRows(*(torch.full((2 * N, H, CHUNK, K), torch.nan, dtype=wider(dtype)) for _ in range(4)))
+    # What is behind the seen rows weighs nothing, whatever it is, if it is finite.
+    seen = ChunkRows(*(torch.full((2 * N, H, CHUNK, K), 1e9, dtype=wider(dtype)) for _ in range(4)))
     active = torch.ones(2 * N, dtype=torch.bool)
     for t in range(L):
-        place = torch.full((2 * N,), t % CHUNK)
-        o = kda_aligned_step(*(x[:, t] for x in twice), state, seen, place, active, bound, SCALE)
+        places = Places.of(torch.full((2 * N,), t), active, H, K)
+        o = kda_aligned_step(*(x[:, t] for x in twice), state, seen, places, bound, SCALE)
         assert torch.equal(o[N:], want[:, t]), t
         assert torch.equal(o[:N].flip(0), want[:, t]), t
 
@@ -86,3 +88,34 @@ def test_a_value_of_one_form_has_the_gradient_of_the_other() -> None:
     torch.testing.assert_close(of_y, 3 * x * frozen)
     with torch.no_grad():
         assert not forward_and_gradient(lambda a: a + 1, lambda a: a, x).requires_grad
+
+
+def test_who_takes_no_part_in_a_step_goes_on_with_the_same_bits() -> None:
+    inputs = rows(torch.float32, -5.0)
+    want = kda_aligned(*inputs, empty_state(torch.float32), -5.0, SCALE)
+    state = empty_state(torch.float32)
+    seen = ChunkRows(*(torch.full((N, H, CHUNK, K), 1e9, dtype=torch.float64) for _ in range(4)))
+    position_N, numbers_N = torch.zeros(N, dtype=torch.long), torch.arange(N)
+    generator = torch.Generator().manual_seed(1)
+    while int(position_N.min()) < CHUNK + 2:
+        is_active_N = (torch.rand(N, generator=generator) < 0.2) & (position_N < L)
+        if not is_active_N.any():
+            continue
+        places = Places.of(position_N, is_active_N, H, K)
+        n = places.num
+        token = [x[numbers_N, position_N.clamp(max=L - 1)][:n] for x in inputs]
+        o = kda_aligned_step(*token, state[:n], seen.of(slice(n)), places, -5.0, SCALE)
+        active = is_active_N.nonzero().squeeze(-1)
+        assert torch.equal(o[active], want[active, position_N[active]])
+        position_N += is_active_N
+
+
+@pytest.mark.parametrize(("heads", "width", "num"), [(4, 24, 6), (2, 8, 6), (1, 8, 8), (3, 5, 32)])
+def test_a_step_ends_behind_the_last_active_sequence_where_its_numbers_fill_whole_vectors(
+    heads: int, width: int, num: int
+) -> None:
+    is_active_N = torch.zeros(64, dtype=torch.bool)
+    is_active_N[[1, 5]] = True
+    places = Places.of(torch.zeros(64, dtype=torch.long), is_active_N, heads, width)
+    assert places.num == num
+    assert num * heads * width % 32 == 0

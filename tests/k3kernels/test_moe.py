@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from k3kernels.moe import LoraPair, Matrices, PackedMatrices, moe_experts, route
+from k3kernels.moe import LoraPair, Matrices, PackedMatrices, eager, moe_experts, route
 from k3kernels.moe.reference import moe_experts as moe_experts_ref
 from k3kernels.mxfp4 import pack, unpack
 
@@ -308,3 +308,31 @@ def test_an_expert_that_the_layer_does_not_have_is_refused() -> None:
         of = layer(torch.tensor([[0, 1], [2, beyond]]), 4)
         with pytest.raises(ValueError, match="an expert that is not one of this layer's 4"):
             moe_experts(of.x, of.experts, of.weights, *of.matrices, SITU)
+
+
+@pytest.mark.parametrize("betas", [(4.0, 25.0), None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("latent", "width"), [(48, 48), (12, 8), (96, 40), (128, 64)])
+def test_a_few_rows_times_all_experts_have_the_bits_of_rows_sorted_by_expert(
+    latent: int, width: int, dtype: torch.dtype, betas: tuple[float, float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w1, w3 = (torch.randn(8, width, latent, generator=generator).to(dtype) for _ in range(2))
+    w2 = torch.randn(8, latent, width, generator=generator).to(dtype)
+    for rows in (32, 64, 128):
+        x = torch.randn(rows, latent, generator=generator).to(dtype)
+        experts = torch.rand(rows, 8, generator=generator).topk(2).indices
+        inputs = (x, experts, torch.rand(rows, 2, generator=generator), w1, w3, w2, betas)
+        with torch.no_grad(), monkeypatch.context() as patched:
+            few = eager.moe_experts(*inputs)
+            patched.setattr(eager, "_by_all_experts", None)
+            patched.setattr(eager, "MAX_DENSE_ROWS", 0)
+            assert torch.equal(eager.moe_experts(*inputs), few)
+
+
+@pytest.mark.parametrize("expert", [-1, 8])
+def test_an_expert_that_a_layer_lacks_is_refused_in_a_few_rows_too(expert: int) -> None:
+    w1, w2 = torch.ones(8, 4, 4), torch.ones(8, 4, 4)
+    experts = torch.full((32, 2), expert)
+    with torch.no_grad(), pytest.raises(ValueError, match="not one of this layer's 8"):
+        moe_experts(torch.ones(32, 4), experts, torch.ones(32, 2), w1, w1, w2, SITU)

@@ -16,6 +16,7 @@ one or two rows by other kernels than more, so a single row travels in a tile of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,14 +27,15 @@ from torch import Tensor
 from k3kernels.kda.reference import is_split
 
 CHUNK = 16
-TILE = 8
+TILE = 4
+VECTOR = 32  # numbers that a vector loop takes at once; what is left behind them, it may round in another way
 
 
 @dataclass(frozen=True)
 class ChunkRows:
     """Of N sequences, what they have seen of the chunk they stand in, in the state's type: k, G, u [N, H, C, K or V], and
-    k e^(-G), which is read where the gate is bounded. Rows from the number of seen ones on are not read; those of u are
-    zeros where any have been seen, so that a step reads u as it lies."""
+    k e^(-G), which is read where the gate is bounded. Rows from the number of seen ones on are finite, and those of u zeros
+    where any have been seen: a step reads all rows as they lie, and those weigh 0."""
 
     k_NHCK: Tensor
     G_NHCK: Tensor
@@ -142,6 +144,45 @@ def kda_aligned_from(
     return o, kept, rows, [emitted[each] for each in emit]
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the first `num` sequences stand in their chunks before a token: the same in every layer, so found once a step.
+
+    None behind them takes part. rows_M: for each sequence and head the number of the token's row among all [N H C]; before_M that of the row before
+    it. active, starts and ends: the numbers of the sequences that take part, of all that stand at a chunk's start, and
+    of those that take part and complete a chunk.
+    """
+
+    num: int
+    rows_M: Tensor
+    before_M: Tensor
+    is_first_N11: Tensor
+    is_passive_N11: Tensor
+    active: Tensor
+    starts: Tensor
+    ends: Tensor
+
+    @staticmethod
+    def of(position_N: Tensor, is_active_N: Tensor, num_heads: int, head_dim: int) -> Places:
+        active = is_active_N.nonzero().squeeze(-1)
+        multiple = VECTOR // math.gcd(VECTOR, num_heads * head_dim)
+        num = min(-(-(int(active[-1]) + 1) // multiple) * multiple, len(position_N)) if len(active) else len(position_N)
+        place_N, is_active_N = position_N[:num] % CHUNK, is_active_N[:num]
+        is_first_N = place_N == 0
+        first_rows = torch.arange(0, num * num_heads * CHUNK, CHUNK, device=place_N.device).view(-1, num_heads)
+        rows_M = (first_rows + place_N.unsqueeze(-1)).flatten()
+        return Places(
+            num,
+            rows_M,
+            (rows_M - 1).clamp_(min=0),
+            is_first_N[:, None, None],
+            ~is_active_N[:, None, None],
+            active,
+            is_first_N.nonzero().squeeze(-1),
+            (is_active_N & (place_N == CHUNK - 1)).nonzero().squeeze(-1),
+        )
+
+
 def kda_aligned_step(
     q_NHK: Tensor,
     k_NHK: Tensor,
@@ -150,51 +191,47 @@ def kda_aligned_step(
     beta_NH: Tensor,
     state_NHKV: Tensor,
     rows: ChunkRows,
-    place_N: Tensor,
-    is_active_N: Tensor,
+    places: Places,
     lower_bound: float | None,
     scale: float,
 ) -> Tensor:
-    """One token of N sequences at row `place` (position mod C) of their chunks: o [N, H, V].
+    """One token of N sequences, each at its own row of its chunk: o [N, H, V].
 
-    Writes the row into `rows`, and at a chunk's end the state, both in place. What it writes for a sequence that is not
-    active is the row after those that it has seen, which nobody reads and whose u is 0; its o means nothing.
+    Writes the row into `rows`, whose tensors are contiguous, and at a chunk's end the state, both in place. What it writes
+    for a sequence that is not active is the row after those that it has seen, which weighs 0; its o means nothing.
     """
-    C, wide, device = CHUNK, state_NHKV.dtype, q_NHK.device
-    numbers_N = torch.arange(len(q_NHK), device=device)
+    wide = state_NHKV.dtype
     k, v, g, beta = (x.to(wide) for x in (k_NHK, v_NHV, g_NHK, beta_NH.unsqueeze(-1)))
-    q = q_NHK.to(wide) * scale
-    before = rows.G_NHCK[numbers_N, :, (place_N - 1).clamp(min=0)]
-    G = torch.where((place_N > 0)[:, None, None], before + g, g)
-    expG = G.exp()
-    rows.k_NHCK[numbers_N, :, place_N], rows.G_NHCK[numbers_N, :, place_N] = k, G
-    rows.back_NHCK[numbers_N, :, place_N] = k * (-G).exp() if is_bounded(lower_bound) else k
-    starts_N = place_N == 0
-    if device.type == "cpu":
-        rows.u_NHCV.index_fill_(0, starts_N.nonzero().squeeze(-1), 0.0)
-    else:  # to know who begins, or ends, would be to wait for the device
-        rows.u_NHCV.masked_fill_(starts_N[:, None, None, None], 0.0)
-    tile = k.new_zeros(*k.shape[:2], TILE, k.shape[-1])
-    tile[:, :, 0], tile[:, :, 1] = k * expG, q * expG
-    two = torch.stack([k, q], -2)
-    pairs = _pairs(two, tile, G.unsqueeze(-2), rows.k_NHCK, rows.G_NHCK, rows.back_NHCK, lower_bound)
-    pairs = F.pad(pairs, (0, 0, 0, TILE - pairs.shape[-2])) if pairs.shape[-2] < TILE else pairs
-    # Row 0 reads what is before the token, row 1 the token too; what lies behind it may be anything.
-    is_hidden = torch.arange(C, device=device) >= torch.stack([place_N, place_N + 1], -1).unsqueeze(-1)  # [N, 2, C]
-    pairs[:, :, :2].masked_fill_(is_hidden.unsqueeze(1), 0.0)
+    at, (N, H, K) = places.rows_M, k.shape
+    all_k, all_G, all_back, all_u = (x.view(-1, x.shape[-1]) for x in rows.tensors())
+    # Behind a chunk's start 0 is added, which changes no bit.
+    G = all_G.index_select(0, places.before_M).view(N, H, K).masked_fill_(places.is_first_N11, 0.0).add_(g)
+    all_k.index_copy_(0, at, k.reshape(-1, K))
+    all_G.index_copy_(0, at, G.view(-1, K))
+    all_back.index_copy_(0, at, (k * (-G).exp_() if is_bounded(lower_bound) else k).reshape(-1, K))
+    if len(places.starts):
+        rows.u_NHCV.index_fill_(0, places.starts, 0.0)
+    two = torch.stack([k, q_NHK.to(wide) * scale], -2)
+    tile = F.pad(two * G.exp().unsqueeze(-2), (0, 0, 0, TILE - 2))
+    if is_bounded(lower_bound):
+        pairs = tile @ rows.back_NHCK.mT
+    else:
+        pairs = _pairs(two, tile, G.unsqueeze(-2), rows.k_NHCK, rows.G_NHCK, rows.back_NHCK, lower_bound)
+        pairs = F.pad(pairs, (0, 0, 0, TILE - 2))
+    # Row 0 reads what is before the token, row 1 the token too: all behind that is finite, and u is 0 there.
     pairs[:, :, 0] *= beta
     from_state = tile @ state_NHKV
-    u = beta * (v - from_state[:, :, 0]) - (pairs @ rows.u_NHCV)[:, :, 0]
-    rows.u_NHCV[numbers_N, :, place_N] = torch.where(is_active_N[:, None, None], u, 0.0)
+    u = (
+        (v - from_state[:, :, 0])
+        .mul_(beta)
+        .sub_((pairs @ rows.u_NHCV)[:, :, 0])
+        .masked_fill_(places.is_passive_N11, 0.0)
+    )
+    all_u.index_copy_(0, at, u.view(N * H, -1))
     o = from_state[:, :, 1] + (pairs @ rows.u_NHCV)[:, :, 1]
-    ends_N = is_active_N & (place_N == C - 1)
-    if device.type == "cpu":
-        ends = ends_N.nonzero().squeeze(-1)
-        if len(ends):
-            state_NHKV[ends] = _at_end(state_NHKV[ends], *(x[ends] for x in (rows.k_NHCK, rows.G_NHCK, rows.u_NHCV)))
-    else:
-        at_end = _at_end(state_NHKV, rows.k_NHCK, rows.G_NHCK, rows.u_NHCV)
-        state_NHKV.copy_(torch.where(ends_N[:, None, None, None], at_end, state_NHKV))
+    if len(ends := places.ends):
+        at_end = _at_end(state_NHKV[ends], *(x[ends] for x in (rows.k_NHCK, rows.G_NHCK, rows.u_NHCV)))
+        state_NHKV.index_copy_(0, ends, at_end)
     return o.to(v_NHV.dtype)
 
 

@@ -15,7 +15,7 @@ from k3kernels.dtypes import at_least_fp32
 
 KEY_BLOCK = 128  # keys that one GEMM sums over; a BLAS splits longer sums by their length
 KEYS = 32  # the number of keys is a multiple of this: a vectorised sum takes its remainder in another order
-TILE = 8
+TILE = 4
 
 
 def absorb_queries(q_THX: Tensor, kv_b_HXR: Tensor, nope: int) -> Tensor:

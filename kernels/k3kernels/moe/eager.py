@@ -19,6 +19,7 @@ from k3kernels.moe.matrices import NO_LORA, ExpertLora, Matrices
 from k3kernels.situ.eager import situ_backward, situ_forward
 
 MIN_ROWS = 16  # a BLAS multiplies a few rows by other kernels than many, and those sum in another order
+MAX_DENSE_ROWS = 1024  # rows of all experts together, up to which computing all costs less than telling them apart
 MAX_WIDE = 1 << 22  # elements of a chunk of SiTU in fp32, of which a few are alive at once
 
 Span = tuple[int, int, int]  # expert, first row, row after the last
@@ -36,9 +37,56 @@ def moe_experts(
     lora: ExpertLora = NO_LORA,
 ) -> Tensor:
     """See the reference. Gradients are computed for what requires one. Raises ValueError for an expert beyond E."""
+    if (
+        not torch.is_grad_enabled()
+        and x_TR.device.type == "cpu"
+        and x_TR.dtype != torch.float64  # whose products round by their shapes
+        and MIN_ROWS <= x_TR.shape[0] <= MAX_DENSE_ROWS // w1_EFR.shape[0]
+        and lora == NO_LORA
+        and isinstance(w1_EFR, Tensor)
+        and isinstance(w3_EFR, Tensor)
+        and isinstance(w2_ERF, Tensor)
+    ):
+        return _by_all_experts(x_TR, experts_Tk, weights_Tk, w1_EFR, w3_EFR, w2_ERF, situ_betas)
     factors = [tensor for pair in lora for tensor in ((None, None) if pair is None else (pair.A_ErI, pair.B_EOr))]
     scales = tuple(0.0 if pair is None else pair.scale for pair in lora)
     out: Tensor = _Experts.apply(experts_Tk, situ_betas, scales, x_TR, weights_Tk, w1_EFR, w3_EFR, w2_ERF, *factors)
+    return out
+
+
+def _by_all_experts(
+    x_TR: Tensor,
+    experts_Tk: Tensor,
+    weights_Tk: Tensor,
+    w1_EFR: Tensor,
+    w3_EFR: Tensor,
+    w2_ERF: Tensor,
+    situ_betas: Betas | None,
+) -> Tensor:
+    """A few rows times every expert's matrices, of which the chosen ones are taken: three products instead of 3 E.
+
+    Each is as wide as that of one expert alone and at least MIN_ROWS high, so its rows are summed alike.
+    """
+    (T, k), E = experts_Tk.shape, w1_EFR.shape[0]
+    places = (experts_Tk * T + torch.arange(T, device=x_TR.device).unsqueeze(-1)).flatten()  # of E T rows
+    x_ETR = x_TR.expand(E, -1, -1)
+    try:
+        gate, up = ((x_ETR @ w.mT).flatten(0, 1).index_select(0, places) for w in (w1_EFR, w3_EFR))
+    except IndexError:
+        raise _unknown_expert(E) from None
+    h, _ = _activate(gate, up, situ_betas)
+    h_ETF = h.new_zeros(E * T, h.shape[1]).index_copy_(0, places, h).view(E, T, -1)
+    y_ETR = h_ETF @ w2_ERF.mT
+    return _weighted(y_ETR.flatten(0, 1).index_select(0, places).view(T, k, -1), weights_Tk).to(x_TR.dtype)
+
+
+def _weighted(y_TkR: Tensor, weights_Tk: Tensor) -> Tensor:
+    """The sum over the k, slot after slot, in at least fp32."""
+    wide = at_least_fp32(y_TkR.dtype)
+    weights = weights_Tk.to(wide)
+    out = y_TkR[:, 0].to(wide) * weights[:, :1]
+    for slot in range(1, weights.shape[1]):
+        out.addcmul_(y_TkR[:, slot].to(wide), weights[:, slot : slot + 1])
     return out
 
 
@@ -62,11 +110,7 @@ class _Experts(torch.autograd.Function):
         for span in spans:
             down_proj.forward(h, span, ys)
         y_TkR = ys.index_select(0, inverse).view(T, k, ys.shape[1])
-        wide = at_least_fp32(x.dtype)
-        weights_wide = weights.to(wide)
-        out = y_TkR[:, 0].to(wide) * weights_wide[:, :1]
-        for slot in range(1, k):
-            out.addcmul_(y_TkR[:, slot].to(wide), weights_wide[:, slot : slot + 1])
+        out = _weighted(y_TkR, weights)
 
         _, needs_weights, needs_w1, needs_w3, needs_w2, *needs_factors = ctx.needs_input_grad[3:]
         ctx.save_for_backward(
@@ -220,8 +264,12 @@ def _spans(in_order: Tensor, num_experts: int) -> list[Span]:
     """The rows of every expert that has any. The one place where the host waits for the device."""
     edges = torch.searchsorted(in_order, torch.arange(num_experts + 1, device=in_order.device)).tolist()
     if edges[0] != 0 or edges[-1] != in_order.numel():
-        raise ValueError(
-            f"a token is routed to an expert that is not one of this layer's {num_experts}: were the routes recorded "
-            "with another model?"
-        )
+        raise _unknown_expert(num_experts)
     return [(e, a, b) for e, (a, b) in enumerate(pairwise(edges)) if b > a]
+
+
+def _unknown_expert(num_experts: int) -> ValueError:
+    return ValueError(
+        f"a token is routed to an expert that is not one of this layer's {num_experts}: were the routes recorded with "
+        "another model?"
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3kernels.dtypes import at_least_fp32
+from k3kernels.dtypes import at_least_fp32, constant
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -30,12 +30,14 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     if x.dtype != at_least_fp32(x.dtype):
         return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norm.mul_(norm).div_(x.shape[-1]).add_(eps).rsqrt_()
+    return norm.mul_(norm).div_(constant(x.shape[-1], norm.dtype)).add_(constant(eps, norm.dtype)).rsqrt_()
 
 
 def _norm(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
-    unit = (x * inverse).to(x.dtype)
-    return (unit * weight).to(x.dtype)
+    unit = x * inverse
+    if unit.dtype == x.dtype == weight.dtype:
+        return unit.mul_(weight)
+    return (unit.to(x.dtype) * weight).to(x.dtype)
 
 
 def _gated_norm(o: Tensor, gate: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:

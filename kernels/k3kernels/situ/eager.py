@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3kernels.dtypes import at_least_fp32
+from k3kernels.dtypes import at_least_fp32, constant
 
 
 def situ(gate_TF: Tensor, up_TF: Tensor, beta: float, linear_beta: float | None) -> Tensor:
@@ -24,10 +24,10 @@ def situ_forward(
     """
     wide = at_least_fp32(gate.dtype)
     g, u = gate.to(wide), up.to(wide)
-    t = (g / beta).tanh_()
+    t = (g / constant(beta, wide)).tanh_()
     s = torch.sigmoid(g)
-    tau = u if linear_beta is None else (u / linear_beta).tanh_()
-    return (t * s).mul_(beta * (linear_beta or 1.0)).mul_(tau).to(gate.dtype), t, s, tau
+    tau = u if linear_beta is None else (u / constant(linear_beta, wide)).tanh_()
+    return (t * s).mul_(constant(beta * (linear_beta or 1.0), wide)).mul_(tau).to(gate.dtype), t, s, tau
 
 
 def situ_backward(

@@ -151,7 +151,7 @@ def test_a_kda_layer_rounds_alike_in_prefill_and_decode(cfg: K3Config, bf16_mode
     pieces = [kda(x_TD[:cut], Packing((cut,)), state, torch.tensor([0]))]
     for t in range(cut, T):  # the model moves the length, once for all layers
         state.length_N[0] = t
-        pieces.append(kda.decode(x_TD[t : t + 1], state, is_active_N))
+        pieces.append(kda.decode(x_TD[t : t + 1], state, state.places(is_active_N)))
     assert_rounding_explains(torch.cat(pieces), lambda r: kda_formula(kda, x_TD.double(), r))
 
 
@@ -174,7 +174,7 @@ def test_an_mla_layer_decodes_without_rounding_each_heads_keys_and_values(
     x_TD, state = inputs(cfg), SlotState(cfg, 1, T, torch.bfloat16)
     rows = []
     for t in range(T):
-        rows.append(mla.decode(x_TD[t : t + 1], state, torch.tensor([True])))
+        rows.append(mla.decode(x_TD[t : t + 1], state, state.places(torch.tensor([True]))))
         state.length_N += 1
     assert_rounding_explains(torch.cat(rows), lambda r: mla_formula(mla, x_TD.double(), True, r))
 

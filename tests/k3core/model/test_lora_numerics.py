@@ -166,7 +166,7 @@ def test_decode_serves_an_update_of_kv_b_proj_that_a_bf16_weight_would_lose(k3: 
                 if is_decode:
                     attention(x[:T], Packing((T,)), state, torch.tensor([0]))
                     state.length_N += T
-                    attention.decode(x[T:], state, torch.tensor([True]))
+                    attention.decode(x[T:], state, state.places(torch.tensor([True])))
                 else:
                     attention(x, Packing((T + 1,)), state, torch.tensor([0]))
             return state.latent_rows(0, 0, T + 1)[: T + 1, :R].double().mean(0)
