@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from k3core.model.config import K3Config
 from k3core.model.layers import Linear
 from k3core.model.state import Emit, SlotState
+from k3kernels.dispatch import uses_kernel
 from k3kernels.dtypes import wider
 from k3kernels.kda import CHUNK, kda_aligned, kda_aligned_from, kda_aligned_step, kda_chunked, kda_gate, l2_norm
 from k3kernels.kda.aligned import Places
@@ -80,6 +81,10 @@ class KimiDeltaAttention(nn.Module):
         """
         T = packing.num_tokens
         qkv_TP = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], -1)[:T]
+        if (
+            state is None and x_TD.device.type != "cpu"
+        ):  # chunk after chunk in small operations would keep a GPU waiting
+            return self._output(self._chunked(packing, qkv_TP, *self._raw_gates(x_TD)), x_TD)
         g_THK, beta_TH = (gate[:T] for gate in self._gates(x_TD))
         if state is None:
             o_THV = self._from_start(qkv_TP, g_THK, beta_TH, packing)
@@ -102,10 +107,7 @@ class KimiDeltaAttention(nn.Module):
             q, k, v, g, beta, S = inputs
             return kda_chunked(q, k, v, g, beta, S, CHUNK, bound, scale)[0]
 
-        if qkv_TP.device.type == "cpu":
-            o_NLHV = forward_and_gradient(partial(kda_aligned, lower_bound=bound, scale=scale), chunked, *inputs)
-        else:  # chunk after chunk in small operations would keep a GPU waiting
-            o_NLHV = chunked(*inputs)
+        o_NLHV = forward_and_gradient(partial(kda_aligned, lower_bound=bound, scale=scale), chunked, *inputs)
         return packing.unpad(o_NLHV.contiguous())
 
     def _from_slots(
@@ -178,10 +180,7 @@ class KimiDeltaAttention(nn.Module):
         """On a GPU, for a trainer (which gives its packing, for the gradient's form), a prefill and a decode alike."""
         qkv_TP = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], -1)
         forms = (partial(self._kernels, work, state), partial(self._chunked, packing))
-        taps_PJ = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
-        f_TP = self.f_b_proj(self.f_a_proj(x_TD))
-        o_THV = forward_and_gradient(*forms, qkv_TP, f_TP, self.b_proj(x_TD), taps_PJ, self.A_log, self.dt_bias)
-        return self._output(o_THV, x_TD)
+        return self._output(forward_and_gradient(*forms, qkv_TP, *self._raw_gates(x_TD)), x_TD)
 
     def _kernels(
         self,
@@ -222,19 +221,34 @@ class KimiDeltaAttention(nn.Module):
         A_log: Tensor,
         dt_bias: Tensor,
     ) -> Tensor:
-        """The same, up to rounding, in the form that has a gradient."""
+        """The same, up to rounding, in the form that has a gradient: of whole sequences."""
         assert packing is not None
         H, K, J = self.cfg.kda_num_heads, self.cfg.kda_head_dim, self.cfg.short_conv_kernel_size
         bound = self.cfg.gate_lower_bound
         N, length = packing.num_sequences, -(-packing.max_length // CHUNK) * CHUNK
         qkv_NLP = packing.pad(qkv_TP, length)
         window_and_qkv = torch.cat([qkv_NLP.new_zeros(N, J - 1, qkv_NLP.shape[-1]), qkv_NLP], 1)
-        q, k, v = short_conv(window_and_qkv, taps_PJ).unflatten(-1, (3, H, K)).unbind(2)
+        qkv = short_conv(window_and_qkv, taps_PJ).unflatten(-1, (3, H, K))
+        if uses_kernel(qkv_TP) and qkv_TP.dtype == torch.bfloat16:
+            return self._chunk_kernels(packing, packing.unpad(qkv), f_TP.unflatten(-1, (H, K)), b_TH, A_log, dt_bias)
+        q, k, v = qkv.unbind(2)
         g_THK = kda_gate(f_TP.unflatten(-1, (H, K)), A_log, dt_bias.view(H, K), bound)
         beta_TH = torch.sigmoid(b_TH.to(g_THK.dtype))
         S = qkv_NLP.new_zeros(N, H, K, K, dtype=wider(qkv_TP.dtype))
         inputs = (l2_norm(q), l2_norm(k), v, packing.pad(g_THK, length), packing.pad(beta_TH, length), S)
         return packing.unpad(kda_chunked(*inputs, CHUNK, bound, K**-0.5)[0].contiguous())
+
+    def _chunk_kernels(
+        self, packing: Packing, qkv_T3HK: Tensor, f_THK: Tensor, b_TH: Tensor, A_log: Tensor, dt_bias: Tensor
+    ) -> Tensor:
+        from k3kernels.kda.chunk.op import kda_chunk
+        from k3kernels.kda.chunk.table import chunk_table
+
+        H, K = f_THK.shape[1:]
+        table = chunk_table(packing.lengths, f_THK.device)
+        q, k, v = qkv_T3HK.unbind(1)
+        gate = (self.cfg.gate_lower_bound, K**-0.5)
+        return kda_chunk(q, k, v, f_THK, b_TH, A_log, dt_bias.view(H, K), table, *gate)[0]
 
     @torch.no_grad()
     def init_as_copying(self) -> None:
@@ -260,6 +274,11 @@ class KimiDeltaAttention(nn.Module):
         qkv = short_conv(window_and_qkv_NLP, taps_PJ).unflatten(-1, (3, H, K))
         q, k = l2_norm(qkv[:, :, :2]).unbind(2)
         return q, k, qkv[:, :, 2]
+
+    def _raw_gates(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        """f and b before their nonlinearities, the convolution's taps, and the gate's parameters."""
+        taps_PJ = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
+        return self.f_b_proj(self.f_a_proj(x_TD)), self.b_proj(x_TD), taps_PJ, self.A_log, self.dt_bias
 
     def _gates(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Log decay and write strength, in at least fp32."""

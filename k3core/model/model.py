@@ -21,8 +21,8 @@ from k3core.model.precision import FP32_KEPT as FP32_KEPT
 from k3core.model.precision import cast_model
 from k3core.model.recompute import Run, run_and_recompute, run_once
 from k3core.model.state import Emit, SlotState
-from k3kernels.attn_res import attn_res_mix
-from k3kernels.dispatch import uses_invariant_product
+from k3kernels.attn_res import attn_res, attn_res_mix
+from k3kernels.dispatch import uses_invariant_product, uses_kernel
 from k3kernels.dtypes import wider
 from k3kernels.linear import linear
 from k3kernels.linear_logprob import MAX_LOGITS, MAX_WEIGHT, linear_logprob, wide_logits
@@ -206,11 +206,12 @@ class K3Model(nn.Module):
                 bank.append(prefix)
             prefix = out
         assert prefix is not None
-        if block is not None:
-            prefix = self._mix([*bank, prefix], self.output_attn_res_norm, self.output_attn_res_proj)
+        rows = [*bank, prefix] if block is not None else [prefix]
+        reader = (self.output_attn_res_norm, self.output_attn_res_proj) if block is not None else None
+        hidden_TD = self._read(rows, reader, self.norm)
         k = self.cfg.num_experts_per_token
         no_routes = x_TD.new_zeros(x_TD.shape[0], 0, k, dtype=torch.long)
-        return Forward(self.norm(prefix), torch.stack(routes, 1) if routes else no_routes)
+        return Forward(hidden_TD, torch.stack(routes, 1) if routes else no_routes)
 
     def _layer(
         self,
@@ -224,14 +225,12 @@ class K3Model(nn.Module):
         """One layer: the running sum after it and the experts that it used. commits: it begins a new block, so what came
         before is a row of the bank from its MLP on. The bank is empty where residuals are ordinary."""
         has_bank = self.cfg.attn_res_block_size is not None
-        attn_in = prefix
-        if bank:
-            attn_in = self._mix([*bank, prefix], layer.self_attention_res_norm, layer.self_attention_res_proj)
-        a_TD = attend(layer.self_attn, layer.input_layernorm(attn_in))
+        reader = (layer.self_attention_res_norm, layer.self_attention_res_proj) if bank else None
+        a_TD = attend(layer.self_attn, self._read([*bank, prefix], reader, layer.input_layernorm))
         rows = [*bank, prefix] if commits else [*bank]
         prefix = a_TD if commits else prefix + a_TD
-        mlp_in = self._mix([*rows, prefix], layer.mlp_res_norm, layer.mlp_res_proj) if has_bank else prefix
-        normed_TD = layer.post_attention_layernorm(mlp_in)
+        reader = (layer.mlp_res_norm, layer.mlp_res_proj) if has_bank else None
+        normed_TD = self._read([*rows, prefix], reader, layer.post_attention_layernorm)
         experts_Tk = None
         if hasattr(layer, "block_sparse_moe"):
             m_TD, experts_Tk = layer.block_sparse_moe(normed_TD, replay_Tk)
@@ -239,8 +238,16 @@ class K3Model(nn.Module):
             m_TD = layer.mlp(normed_TD)
         return prefix + m_TD, experts_Tk
 
-    def _mix(self, rows: list[Tensor], norm: RMSNorm, proj: ResidualProj) -> Tensor:
-        return attn_res_mix(rows, norm.weight, proj.weight[0], self.cfg.rms_norm_eps)
+    def _read(self, rows: list[Tensor], reader: tuple[RMSNorm, ResidualProj] | None, next_norm: RMSNorm) -> Tensor:
+        """What a sublayer reads, normed: without a reader, where residuals are ordinary, the last row. On a GPU the read and
+        the norm are one kernel, between which nothing is rounded."""
+        if reader is None:
+            return next_norm(rows[-1])
+        norm, proj = reader
+        arguments = (rows, norm.weight, proj.weight[0], self.cfg.rms_norm_eps)
+        if uses_kernel(rows[0]):
+            return attn_res(*arguments, next_norm.weight, next_norm.eps)
+        return next_norm(attn_res_mix(*arguments))
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:

@@ -128,12 +128,15 @@ def run_eager(
 
 
 def load_ours() -> KdaForward:
-    kda_chunk = importlib.import_module("k3kernels.kda").kda_chunk
+    kda_chunk = importlib.import_module("k3kernels.kda.chunk.op").kda_chunk
+    chunk_table = importlib.import_module("k3kernels.kda.chunk.table").chunk_table
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
-        o_THV: Tensor = kda_chunk(q, k, v, f, b, A_log, dt_bias, LOWER_BOUND, SCALE, cu_seqlens)[0]
+        del cu_seqlens
+        table = chunk_table((len(q),), q.device)
+        o_THV: Tensor = kda_chunk(q, k, v, f, b, A_log, dt_bias, table, LOWER_BOUND, SCALE)[0]
         return o_THV
 
     return run

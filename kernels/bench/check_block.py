@@ -29,7 +29,7 @@ from harness import time_on_device
 from torch import Tensor
 
 from k3kernels.attn_res import reference as attn_res_reference
-from k3kernels.attn_res.triton import attn_res_mix
+from k3kernels.attn_res.triton import attn_res
 from k3kernels.kda.reference import kda_gate, l2_norm
 from k3kernels.kda.triton import KdaWork, decode_work, prefill_work
 from k3kernels.moe.triton import route
@@ -113,7 +113,7 @@ def attn_res_trial(D: int, dtype: torch.dtype) -> Trial:
     wide = norm.double(), proj.double()
     return Trial(
         rows,
-        lambda *rows: (attn_res_mix(rows, norm, proj, EPS),),
+        lambda *rows: (attn_res(rows, norm, proj, EPS),),
         lambda *rows: (attn_res_reference.attn_res_mix([x.double() for x in rows], *wide, EPS),),
         MAX_ERROR[dtype],
         size_bytes(*(x[0] for x in rows), rows[0][0]),

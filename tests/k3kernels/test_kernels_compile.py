@@ -14,7 +14,9 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -160,6 +162,42 @@ def kda_cases() -> list[Case]:
     ]
 
 
+def kda_chunk_cases() -> list[Case]:
+    """At K3's heads. On Hopper the bounded gate's passes inside chunks are CUDA C++: these are for the rest, and spill."""
+    import triton.language as tl
+
+    from k3kernels.kda.chunk.forward import SETTINGS
+    from k3kernels.kda.chunk.gradient import kda_gradient_kernel
+    from k3kernels.kda.chunk.inter import kda_inter_backward_kernel, kda_inter_kernel
+    from k3kernels.kda.chunk.intra import kda_intra_kernel
+
+    wide = ("a_log_ptr", "dt_bias_ptr", "decay_ptr", "norms_ptr", "dt_bias_parts_ptr", "a_log_parts_ptr")
+    wide += ("initial_ptr", "final_ptr", "emitted_ptr", "d_final_ptr", "d_initial_ptr")
+    kinds = dict.fromkeys(wide, "*fp32") | {"scale": "fp32", "lower_bound": "fp32"}
+    kinds |= dict.fromkeys(("starts_ptr", "lengths_ptr", "edges_ptr", "tokens_ptr", "emit_ptr"), "*i32")
+    shape = {"H": 96, "K": 128, "V": 128, "R": 32, "C": 64, "DOT": tl.bfloat16, "PRECISION": "tf32"}
+    shape |= {"BV": SETTINGS.inter_block_v, "STAGES": SETTINGS.inter_stages}
+    shape |= {"INVERSE_PRECISION": SETTINGS.inverse_precision, "HAS_INITIAL": True, "HAS_FINAL": True}
+
+    def case(kernel, module: str, num_warps: int, stack_bytes: int = 0, **constants: object) -> Case:
+        values = {name: (shape | constants).get(name) for name in kernel.arg_names}
+        constants = {name: value for name, value in values.items() if value is not None}
+        arguments = {name: kinds.get(name, "*bf16") for name in kernel.arg_names if name not in constants}
+        module = f"kda.chunk.{module}"
+        return Case(module, kernel.__name__, arguments, constants, num_warps, stack_bytes=stack_bytes)
+
+    cases = []
+    for is_bounded, stacks in ((True, (816, 1280)), (False, (968, 1408))):
+        inside = {"BK": SETTINGS.intra_block_k, "IS_BOUNDED": is_bounded}
+        cases.append(case(kda_intra_kernel, "intra", SETTINGS.intra_warps, stacks[0], **inside))
+        inside = {"BK": SETTINGS.gradient_block_k, "IS_BOUNDED": is_bounded}
+        cases.append(case(kda_gradient_kernel, "gradient", SETTINGS.gradient_warps, stacks[1], **inside))
+    for keeps in (True, False):
+        passes = {"KEEPS_STATES": keeps, "WRITES_O": not keeps, "HAS_EMITS": not keeps}
+        cases.append(case(kda_inter_kernel, "inter", SETTINGS.inter_warps, **passes))
+    return [*cases, case(kda_inter_backward_kernel, "inter", SETTINGS.inter_warps)]
+
+
 def mla_cases() -> list[Case]:
     import torch
 
@@ -195,15 +233,48 @@ def norm_cases() -> list[Case]:
 
 
 def attn_res_cases() -> list[Case]:
-    from k3kernels.attn_res.triton import launch_options
+    from k3kernels.attn_res.triton import (
+        FORWARD_PROGRAMS,
+        GRADIENT_PROGRAMS,
+        ROWS_AHEAD,
+        SUM_COLUMNS,
+        SUM_ROWS,
+        SUM_WARPS,
+        launch_options,
+    )
 
+    R, D = 9, 7168
     cases = []
-    for rows, D, pointer in ((3, 2048, "*bf16"), (10, 7168, "*bf16"), (10, 7168, "*fp32")):
-        arguments = {"row_ptrs": (pointer,) * rows} | dict.fromkeys(("norm_ptr", "proj_ptr", "out_ptr"), pointer)
-        constants = launch_options(D) | {"INTERPRETED": False}
-        num_warps = constants.pop("num_warps")
-        arguments |= {"eps": "fp32"}
-        cases.append(Case("attn_res", "attn_res_mix_kernel", arguments, constants, num_warps, architectures=HOPPER))
+    # Of the gradient's registers, where Triton 3.7 has them all in use; the compiler of 3.6 takes 190 and spills none.
+    for pointer, itemsize, gradient_stack in (("*bf16", 2, 120), ("*fp32", 4, 48)):
+        options = launch_options(D, itemsize) | {"FETCHED_BYTES": D * itemsize, "INTERPRETED": False}
+        num_warps = options.pop("num_warps")
+        rows = {"row_ptrs": (pointer,) * R, "stride": "i32", "last_stride": "i32"}
+        weights = dict.fromkeys(("norm_ptr", "proj_ptr", "next_norm_ptr"), pointer)
+        forward = rows | weights | {"out_ptr": pointer, "saved_ptr": "*fp32"}
+        forward |= {"num_tokens": "i32", "eps": "fp32", "next_eps": "fp32"}
+        gradient = rows | {"grad_row_ptrs": (pointer,) * R, "grad_stride": "i32"} | weights
+        gradient |= {"grad_ptr": pointer, "saved_ptr": "*fp32", "parts_ptr": "*fp32", "num_tokens": "i32"}
+        programs = {"P": FORWARD_PROGRAMS, "AHEAD": ROWS_AHEAD}
+        # Each without what may be absent, too: a saved_ptr and a next_norm, parts and a next_norm.
+        for absent in ({}, {"saved_ptr": None, "next_norm_ptr": None}):
+            arguments = forward | dict.fromkeys(absent, "constexpr")
+            cases.append(Case("attn_res", "attn_res_kernel", arguments, options | programs | absent, num_warps))
+        for absent, stack_bytes in (({}, gradient_stack), ({"parts_ptr": None, "next_norm_ptr": None}, 8)):
+            cases.append(
+                Case(
+                    "attn_res",
+                    "attn_res_gradient_kernel",
+                    gradient | dict.fromkeys(absent, "constexpr"),
+                    options | {"P": GRADIENT_PROGRAMS} | absent,
+                    num_warps,
+                    stack_bytes=stack_bytes,
+                )
+            )
+        sums = {"parts_ptr": "*fp32", "norm_ptr": pointer, "proj_ptr": pointer}
+        sums |= {"grad_norm_ptr": pointer, "grad_proj_ptr": pointer, "grad_next_norm_ptr": pointer, "num_parts": "i32"}
+        shape = {"D": D, "P": GRADIENT_PROGRAMS, "ROWS": SUM_ROWS, "COLUMNS": SUM_COLUMNS, "INTERPRETED": False}
+        cases.append(Case("attn_res", "attn_res_sum_parts_kernel", sums, shape, SUM_WARPS))
     return cases
 
 
@@ -258,16 +329,30 @@ def short_conv_cases() -> list[Case]:
     ]
 
 
-def kernels_of_the_package() -> set[str]:
-    """module.kernel of every function that is launched: by convention its name ends with _kernel."""
+@cache
+def modules_with_kernels() -> dict[str, ModuleType]:
+    """By the name that a case gives: `op` for k3kernels.op.triton, else the path below the package."""
     import k3kernels
 
-    found = set()
-    for package in pkgutil.iter_modules(k3kernels.__path__):
-        if package.ispkg and importlib.util.find_spec(f"k3kernels.{package.name}.triton"):
-            module = importlib.import_module(f"k3kernels.{package.name}.triton")
-            found |= {f"{package.name}.{name}" for name in vars(module) if name.endswith("_kernel")}
-    return found
+    names = [module.name for module in pkgutil.walk_packages(k3kernels.__path__, "k3kernels.")]
+    named = {name.removeprefix("k3kernels.").removesuffix(".triton"): name for name in names}
+    modules = {short: importlib.import_module(name) for short, name in named.items()}
+    return {short: module for short, module in modules.items() if kernels_of(module)}
+
+
+def kernels_of(module: ModuleType) -> set[str]:
+    """Those that are launched, by their names' end, and are this module's own or re-exported by an op's `triton`."""
+    from triton.runtime.jit import JITFunction
+
+    is_op = module.__name__.endswith(".triton")
+    mine = {name: x for name, x in vars(module).items() if isinstance(x, JITFunction) and name.endswith("_kernel")}
+    return {name for name, x in mine.items() if is_op or x.fn.__module__ == module.__name__}
+
+
+def kernels_of_the_package() -> set[str]:
+    """module.kernel of every function that is launched."""
+    found = {f"{short}.{name}" for short, module in modules_with_kernels().items() for name in kernels_of(module)}
+    return {name for name in found if not name.startswith("attn_res.triton_kernels.")}  # re-exported
 
 
 def compile_case(case: Case, architecture: int, folder: Path) -> dict[str, object]:
@@ -275,9 +360,10 @@ def compile_case(case: Case, architecture: int, folder: Path) -> dict[str, objec
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(importlib.import_module(f"k3kernels.{case.module}.triton"), case.kernel)
-    signature = case.arguments | dict.fromkeys(case.constants, "constexpr")
-    assert list(signature) == kernel.arg_names, f"{case.kernel} takes {kernel.arg_names}"
+    kernel = getattr(modules_with_kernels()[case.module], case.kernel)
+    given = case.arguments | dict.fromkeys(case.constants, "constexpr")
+    assert set(given) == set(kernel.arg_names), f"{case.kernel} takes {kernel.arg_names}"
+    signature = {name: given[name] for name in kernel.arg_names}
     aligned = {}
     for i, (name, kind) in enumerate(signature.items()):
         parts = [((i,), kind)] if isinstance(kind, str) else [((i, j), part) for j, part in enumerate(kind)]
@@ -366,8 +452,39 @@ def test_attention_multiplies_on_tensor_cores(compiled, kernel, word):
     assert all(any(word in instruction for instruction in instructions_of(found)) for found in cases)
 
 
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("is_b_bf16", [True, False])
+@pytest.mark.parametrize(("module", "stack_bytes"), [("forward", 216), ("backward", 168)])
+def test_the_cuda_sources_of_kda_compile_and_spill_no_more_than_is_known(
+    module: str, stack_bytes: int, is_b_bf16: bool, architecture: str, tmp_path: Path
+) -> None:
+    import triton
+
+    from k3kernels.nvrtc import compile_cubin
+
+    source = importlib.import_module(f"k3kernels.kda.chunk.{module}").CUDA
+    defines = source.defines() | ({"B_IS_BF16": 1} if is_b_bf16 else {})
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compile_cubin(source.path, architecture, defines))
+    usage = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    assert source.function in usage
+    assert int(re.search(r" STACK:(\d+) ", usage)[1]) <= stack_bytes, usage
+    assert source.shared_bytes <= MAX_SHARED_BYTES
+
+
+def test_a_cuda_source_that_does_not_compile_says_where(tmp_path: Path) -> None:
+    from k3kernels.nvrtc import compile_cubin
+
+    source = tmp_path / "wrong.cu"
+    source.write_text('extern "C" __global__ void wrong() { int x = y; }')
+    with pytest.raises(RuntimeError, match=r"(?s)wrong.cu does not compile for sm_90a:.*wrong.cu\(1\)"):
+        compile_cubin(source, "sm_90a", {})
+
+
 def main(folder: Path) -> None:
-    cases = [*xor_compact_cases(), *linear_cases(), *moe_cases(), *kda_cases(), *mla_cases()]
+    cases = [*xor_compact_cases(), *linear_cases(), *moe_cases(), *kda_cases(), *kda_chunk_cases(), *mla_cases()]
     cases += [*norm_cases(), *attn_res_cases(), *situ_cases(), *short_conv_cases()]
     found = [compile_case(case, architecture, folder) for case in cases for architecture in case.architectures]
     result = {"kernels": sorted(kernels_of_the_package()), "found": found}

@@ -1,0 +1,96 @@
+"""CUDA C++ compiled at first use by NVRTC, which comes with PyTorch: for what Triton's layouts cannot say.
+
+Sources take no headers but their own. A module is compiled once a process for the device's own architecture.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def compile_cubin(source: Path, architecture: str, defines: Mapping[str, int]) -> bytes:
+    """architecture: "sm_90a". Headers of the source's own folder may be included. Raises RuntimeError with the compiler's log."""
+    from cuda.bindings import nvrtc
+
+    status, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], [])
+    _check(status)
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", f"-I{source.parent}"]
+    options += [f"-D{name}={value}" for name, value in defines.items()]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if int(status):
+        size = nvrtc.nvrtcGetProgramLogSize(program)[1]
+        log = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"{source.name} does not compile for {architecture}:\n{log.decode()}")
+    status, size = nvrtc.nvrtcGetCUBINSize(program)
+    _check(status)
+    cubin = b" " * size
+    _check(*nvrtc.nvrtcGetCUBIN(program, cubin))
+    return cubin
+
+
+@dataclass(frozen=True, slots=True)
+class CudaSource:
+    """An `extern "C"` function of a file, the threads of its blocks, and the bytes of their struct `Shared`."""
+
+    path: Path
+    function: str
+    threads: int
+    shared_bytes: int
+
+    def defines(self) -> dict[str, int]:
+        return {"THREADS": self.threads, "SHARED_BYTES": self.shared_bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class CudaKernel:
+    """A function of a loaded module."""
+
+    function: Any
+    source: CudaSource
+
+    def __call__(self, grid: int, arguments: Sequence[Tensor | int | float]) -> None:
+        """On PyTorch's current stream. Tensors go as their addresses, int as int32, float as fp32."""
+        from cuda.bindings import driver
+
+        values = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+        types = tuple(
+            ctypes.c_void_p if isinstance(x, Tensor) else ctypes.c_float if isinstance(x, float) else ctypes.c_int
+            for x in arguments
+        )
+        stream = torch.cuda.current_stream().cuda_stream
+        shape = (grid, 1, 1, self.source.threads, 1, 1)
+        _check(*driver.cuLaunchKernel(self.function, *shape, self.source.shared_bytes, stream, (values, types), 0))
+
+
+@cache
+def load(source: CudaSource, device: int, defines: tuple[tuple[str, int], ...] = ()) -> CudaKernel:
+    """Compiled once a process, for the device's architecture."""
+    from cuda.bindings import driver
+
+    major, minor = torch.cuda.get_device_capability(device)
+    architecture = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    cubin = compile_cubin(source.path, architecture, source.defines() | dict(defines))
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # the context exists
+        status, module = driver.cuModuleLoadData(cubin)
+        _check(status)
+        status, function = driver.cuModuleGetFunction(module, source.function.encode())
+        _check(status)
+        if source.shared_bytes > 48 << 10:
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(*driver.cuFuncSetAttribute(function, limit, source.shared_bytes))
+    return CudaKernel(function, source)
+
+
+def _check(status: Any) -> None:
+    if int(status):
+        raise RuntimeError(f"CUDA: {status.name}")
