@@ -244,11 +244,12 @@ def workload(num_turns: int = 50, num_trajectories: int = 128) -> dict[str, Any]
     found: dict[str, Any] = {}
     longest = 768 + num_turns * 64 + 64
     need = num_trajectories * -(-longest // PAGE)
-    cases = {
-        "all fits": MemorySizes(PAGE, PAGE, int(need * 1.3), 1600),
-        "60 % of the pages, 300 states, host tier": MemorySizes(PAGE, PAGE, int(need * 0.6), 300, need, 400),
-        "35 % of the pages, 160 states, host tier": MemorySizes(PAGE, PAGE, int(need * 0.35), 160, need, 400),
-        "60 % of the pages, 300 states, no host": MemorySizes(PAGE, PAGE, int(need * 0.6), 300),
+    host = (need, 8 * num_trajectories)
+    cases = {  # flows/bench_cache.py rehearses them
+        "130 % of the pages, 12 states a trajectory": MemorySizes(PAGE, PAGE, int(need * 1.3), 12 * num_trajectories),
+        "60 %, 2.5 states, host tier": MemorySizes(PAGE, PAGE, int(need * 0.6), 5 * num_trajectories // 2, *host),
+        "35 %, 1.25 states, host tier": MemorySizes(PAGE, PAGE, int(need * 0.35), 5 * num_trajectories // 4, *host),
+        "60 %, 2.5 states": MemorySizes(PAGE, PAGE, int(need * 0.6), 5 * num_trajectories // 2),
     }
     begun = time.perf_counter()
     for name, sizes in cases.items():
