@@ -198,6 +198,24 @@ def kda_chunk_cases() -> list[Case]:
     return [*cases, case(kda_inter_backward_kernel, "inter", SETTINGS.inter_warps)]
 
 
+def kda_step_cases() -> list[Case]:
+    """At K3's heads: with convolution and norm, and without."""
+    from k3kernels.kda.step import BLOCK_V, NUM_WARPS, RECORD_ROWS, kda_step_kernel
+
+    kinds = dict.fromkeys(("scale", "lower_bound", "eps"), "fp32") | dict.fromkeys(("slots_ptr", "lengths_ptr"), "*i32")
+    kinds |= dict.fromkeys(("state_stride", "window_stride", "W"), "i32")
+    wide = ("taps_ptr", "a_log_ptr", "dt_bias_ptr", "norm_ptr", "states_ptr", "scratch_ptr")
+    kinds |= dict.fromkeys(wide, "*fp32")
+    shape = {"H": 96, "K": 128, "BV": BLOCK_V, "RECORD": RECORD_ROWS * 128, "IS_BOUNDED": True, "WRITES": True}
+    cases = []
+    for is_fused in (True, False):
+        constants = shape | {"HAS_CONV": is_fused, "HAS_NORM": is_fused, "HAS_OUTPUTS": True, "INTERPRETED": False}
+        arguments = {name: kinds.get(name, "*bf16") for name in kda_step_kernel.arg_names if name not in constants}
+        strides = ("state_stride", "window_stride")
+        cases.append(Case("kda.step", "kda_step_kernel", arguments, constants, NUM_WARPS, multiples=strides))
+    return cases
+
+
 def mla_cases() -> list[Case]:
     import torch
 
@@ -484,8 +502,8 @@ def test_a_cuda_source_that_does_not_compile_says_where(tmp_path: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    cases = [*xor_compact_cases(), *linear_cases(), *moe_cases(), *kda_cases(), *kda_chunk_cases(), *mla_cases()]
-    cases += [*norm_cases(), *attn_res_cases(), *situ_cases(), *short_conv_cases()]
+    cases = [*xor_compact_cases(), *linear_cases(), *moe_cases(), *kda_cases(), *kda_chunk_cases(), *kda_step_cases()]
+    cases += [*mla_cases(), *norm_cases(), *attn_res_cases(), *situ_cases(), *short_conv_cases()]
     found = [compile_case(case, architecture, folder) for case in cases for architecture in case.architectures]
     result = {"kernels": sorted(kernels_of_the_package()), "found": found}
     (folder / "found.json").write_text(json.dumps(result))

@@ -24,7 +24,7 @@ def log2_decay(f, a, dt_bias, lower_bound, IS_BOUNDED: tl.constexpr):  # type: i
     """g [rows, K], in powers of two: `kda_gate` of the raw gate f. a = exp(A_log)."""
     z = f + dt_bias[None, :]
     if IS_BOUNDED:
-        return lower_bound * LOG2E / (1.0 + tl.exp2(-a * z * LOG2E))
+        return lower_bound / (1.0 + tl.exp2(-a * z * LOG2E)) * LOG2E
     return -a * softplus(z) * LOG2E
 
 
