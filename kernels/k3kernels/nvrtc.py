@@ -56,9 +56,10 @@ class CudaKernel:
 
     function: Any
     source: CudaSource
+    device: int
 
     def __call__(self, grid: int, arguments: Sequence[Tensor | int | float]) -> None:
-        """On PyTorch's current stream. Tensors go as their addresses, int as int32, float as fp32."""
+        """On PyTorch's current stream of the kernel's device. Tensors go as their addresses, int as int32, float as fp32."""
         from cuda.bindings import driver
 
         values = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
@@ -66,9 +67,10 @@ class CudaKernel:
             ctypes.c_void_p if isinstance(x, Tensor) else ctypes.c_float if isinstance(x, float) else ctypes.c_int
             for x in arguments
         )
-        stream = torch.cuda.current_stream().cuda_stream
         shape = (grid, 1, 1, self.source.threads, 1, 1)
-        _check(*driver.cuLaunchKernel(self.function, *shape, self.source.shared_bytes, stream, (values, types), 0))
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream().cuda_stream
+            _check(*driver.cuLaunchKernel(self.function, *shape, self.source.shared_bytes, stream, (values, types), 0))
 
 
 @cache
@@ -88,7 +90,7 @@ def load(source: CudaSource, device: int, defines: tuple[tuple[str, int], ...] =
         if source.shared_bytes > 48 << 10:
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(*driver.cuFuncSetAttribute(function, limit, source.shared_bytes))
-    return CudaKernel(function, source)
+    return CudaKernel(function, source, device)
 
 
 def _check(status: Any) -> None:

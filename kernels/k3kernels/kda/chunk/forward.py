@@ -36,10 +36,8 @@ SETTINGS = Settings()
 
 @dataclass(frozen=True, slots=True)
 class KdaInputs:
-    """Raw: before normalisation, gate and sigmoid. q, k, v, f [T, H, 128]; b [T, H]; A_log [H], dt_bias [H, K] fp32.
-
-    q, k, v and f are in one type, bf16 or fp32.
-    """
+    """Raw: before normalisation, gate and sigmoid. q, k, f [T, H, K] and v [T, H, V] in one type; b [T, H] bf16 or fp32;
+    A_log [H], dt_bias [H, K] fp32."""
 
     q_THK: Tensor
     k_THK: Tensor
@@ -95,12 +93,11 @@ CUDA = CudaSource(Path(__file__).with_name("intra.cu"), "kda_intra", threads=128
 
 
 def has_cuda_form(inputs: KdaInputs, gate: Gate) -> bool:
-    return (
-        is_bounded(gate)
-        and inputs.k_THK.is_cuda
-        and inputs.k_THK.dtype == torch.bfloat16
-        and inputs.k_THK.shape[-1] == 128
-    )
+    """From Hopper on, whose blocks have the shared memory that it takes."""
+    k_THK = inputs.k_THK
+    if not (k_THK.is_cuda and k_THK.dtype == torch.bfloat16 and k_THK.shape[-1] == 128 and is_bounded(gate)):
+        return False
+    return torch.cuda.get_device_capability(k_THK.device) >= (9, 0)
 
 
 def cuda_defines(inputs: KdaInputs) -> tuple[tuple[str, int], ...]:

@@ -41,6 +41,8 @@ def kda_chunk(
     if any(x.dtype != wanted for x in tensors[:4]):
         found = ", ".join(str(x.dtype) for x in tensors[:4])
         raise ValueError(f"kda_chunk: q, k, v and f must be {wanted}, got {found}: convert them, or take kda_chunked")
+    if b_TH.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"kda_chunk: b must be bf16 or fp32, got {b_TH.dtype}: convert it")
     if (table.emits_C is None) != (emitted is None):
         raise ValueError("kda_chunk: emitted must be given exactly where the table names emits")
     o_THV: Tensor
