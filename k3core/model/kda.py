@@ -225,13 +225,12 @@ class KimiDeltaAttention(nn.Module):
         assert packing is not None
         H, K, J = self.cfg.kda_num_heads, self.cfg.kda_head_dim, self.cfg.short_conv_kernel_size
         bound = self.cfg.gate_lower_bound
+        if uses_kernel(qkv_TP) and qkv_TP.dtype == torch.bfloat16:
+            return self._chunk_kernels(packing, qkv_TP, f_TP, b_TH, taps_PJ, A_log, dt_bias)
         N, length = packing.num_sequences, -(-packing.max_length // CHUNK) * CHUNK
         qkv_NLP = packing.pad(qkv_TP, length)
         window_and_qkv = torch.cat([qkv_NLP.new_zeros(N, J - 1, qkv_NLP.shape[-1]), qkv_NLP], 1)
-        qkv = short_conv(window_and_qkv, taps_PJ).unflatten(-1, (3, H, K))
-        if uses_kernel(qkv_TP) and qkv_TP.dtype == torch.bfloat16:
-            return self._chunk_kernels(packing, packing.unpad(qkv), f_TP.unflatten(-1, (H, K)), b_TH, A_log, dt_bias)
-        q, k, v = qkv.unbind(2)
+        q, k, v = short_conv(window_and_qkv, taps_PJ).unflatten(-1, (3, H, K)).unbind(2)
         g_THK = kda_gate(f_TP.unflatten(-1, (H, K)), A_log, dt_bias.view(H, K), bound)
         beta_TH = torch.sigmoid(b_TH.to(g_THK.dtype))
         S = qkv_NLP.new_zeros(N, H, K, K, dtype=wider(qkv_TP.dtype))
@@ -239,16 +238,25 @@ class KimiDeltaAttention(nn.Module):
         return packing.unpad(kda_chunked(*inputs, CHUNK, bound, K**-0.5)[0].contiguous())
 
     def _chunk_kernels(
-        self, packing: Packing, qkv_T3HK: Tensor, f_THK: Tensor, b_TH: Tensor, A_log: Tensor, dt_bias: Tensor
+        self,
+        packing: Packing,
+        qkv_TP: Tensor,
+        f_TP: Tensor,
+        b_TH: Tensor,
+        taps_PJ: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
     ) -> Tensor:
         from k3kernels.kda.chunk.op import kda_chunk
         from k3kernels.kda.chunk.table import chunk_table
+        from k3kernels.short_conv.train import short_conv_train
 
-        H, K = f_THK.shape[1:]
-        table = chunk_table(packing.lengths, f_THK.device)
-        q, k, v = qkv_T3HK.unbind(1)
+        H, K = self.cfg.kda_num_heads, self.cfg.kda_head_dim
+        table = chunk_table(packing.lengths, qkv_TP.device)
+        q, k, v = (x.unflatten(-1, (H, K)) for x in short_conv_train(qkv_TP, taps_PJ, packing, 3))
         gate = (self.cfg.gate_lower_bound, K**-0.5)
-        return kda_chunk(q, k, v, f_THK, b_TH, A_log, dt_bias.view(H, K), table, *gate)[0]
+        f_THK, dt_bias_HK = f_TP.unflatten(-1, (H, K)), dt_bias.view(H, K)
+        return kda_chunk(q, k, v, f_THK, b_TH, A_log, dt_bias_HK, table, *gate)[0]
 
     @torch.no_grad()
     def init_as_copying(self) -> None:

@@ -79,6 +79,27 @@ def load_fla_kda_decode(lower_bound: float, scale: float) -> KdaDecode:
     return run
 
 
+def load_fla_kda_layer(lower_bound: float, scale: float, eps: float) -> Callable[[Any], Tensor]:
+    """Of bench_kda_layer's inputs, whose qkv is [3, T, H, 128]: convolution, KDA and gated norm as FLA's layer calls them."""
+    from fla.modules.causal_conv1d import causal_conv1d  # type: ignore[import-not-found]
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated  # type: ignore[import-not-found]
+
+    kda = load_fla_kda(lower_bound, scale)
+
+    def run(x: Any) -> Tensor:
+        T, H = x.b.shape
+        convolved = [
+            causal_conv1d(part.reshape(1, T, -1), weight=taps.reshape(-1, taps.shape[-1]), activation="silu")[0]
+            for part, taps in zip(x.qkv.unbind(0), x.taps.unbind(0), strict=True)
+        ]
+        q, k, v = (part.view(T, H, -1) for part in convolved)
+        o = kda(q, k, v, x.f, x.b, x.A_log, x.dt_bias, x.b)
+        y: Tensor = rms_norm_gated(o, x.gate, x.norm, None, activation="sigmoid", eps=eps)
+        return y
+
+    return run
+
+
 def load_cudnn_kda(lower_bound: float, scale: float) -> KdaForward:
     """Gate, norms and sigmoid inside; its kernel for Hopper has no backward in this form."""
     from cudnn.linear_attention import kimi_delta_attention  # type: ignore[import-not-found]

@@ -237,7 +237,7 @@ def mla_cases() -> list[Case]:
 
 
 def norm_cases() -> list[Case]:
-    from k3kernels.rms_norm.triton import launch_options
+    from k3kernels.rms_norm.triton import gradient_options, launch_options
 
     sizes = {"num_rows": "i32", "eps": "fp32"}
     plain = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16") | sizes
@@ -247,6 +247,20 @@ def norm_cases() -> list[Case]:
         constants = launch_options(D) | {"INTERPRETED": False}
         num_warps = constants.pop("num_warps")
         cases.append(Case("rms_norm", f"{kernel}_kernel", arguments, constants, num_warps, architectures=HOPPER))
+    gradient = (
+        dict.fromkeys(("x_ptr", "weight_ptr", "grad_ptr", "grad_x_ptr"), "*bf16") | {"parts_ptr": "*fp32"} | sizes
+    )
+    gates = ("gate_ptr", "grad_gate_ptr")
+    with_gate = gradient | dict.fromkeys(gates, "*bf16") | {"weight_ptr": "*fp32"}
+    for arguments, D in (
+        (with_gate, 128),
+        (with_gate | {"x_ptr": "*fp32", "grad_x_ptr": "*fp32"}, 128),
+        (gradient, 7168),
+    ):
+        constants = gradient_options(D) | {"INTERPRETED": False}
+        num_warps = constants.pop("num_warps")
+        constants |= {name: None for name in gates if name not in arguments}
+        cases.append(Case("rms_norm", "rms_norm_gradient_kernel", arguments, constants, num_warps))
     return cases
 
 
@@ -345,6 +359,24 @@ def short_conv_cases() -> list[Case]:
             for has_bound in (True, False)
         ),
     ]
+
+
+def short_conv_train_cases() -> list[Case]:
+    """At K3's heads."""
+    from k3kernels.short_conv.train import launch_options
+
+    cases = []
+    for pointer, itemsize in (("*bf16", 2), ("*fp32", 4)):
+        constants = launch_options(96 * 128, itemsize) | {"J": 4, "INTERPRETED": False}
+        num_warps = constants.pop("num_warps")
+        common = {"x_ptr": pointer, "taps_ptr": "*fp32", "position_ptr": "*i64", "T": "i32"}
+        forward = common | {"y_ptrs": (pointer,) * 3}
+        gradient = common | {"grad_y_ptrs": (pointer,) * 3, "grad_x_ptr": pointer, "parts_ptr": "*fp32"}
+        cases += [
+            Case("short_conv.train", "short_conv_train_kernel", forward, constants, num_warps),
+            Case("short_conv.train", "short_conv_gradient_kernel", gradient, constants, num_warps),
+        ]
+    return cases
 
 
 @cache
@@ -448,6 +480,15 @@ def test_the_fused_xor_loads_16_bytes_a_thread(compiled):
         assert all("ld.global.v4.b32" in line for line in loads), (found["case"], loads)
 
 
+def test_the_training_convolution_moves_16_bytes_a_thread(compiled):
+    """All but the positions of tokens."""
+    cases = [found for found in compiled["found"] if found["case"].startswith("short_conv.train.")]
+    assert cases
+    for found in cases:
+        moves = set(re.findall(r"(?:ld|st)\.global\S*", found["ptx"]))
+        assert moves == {"ld.global.v4.b32", "ld.global.b64", "st.global.v4.b32"}, (found["case"], moves)
+
+
 def instructions_of(found: dict) -> set[str]:
     """Those that multiply on a tensor core."""
     return set(re.findall(r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)\S*", found["ptx"]))
@@ -503,7 +544,14 @@ def test_a_cuda_source_that_does_not_compile_says_where(tmp_path: Path) -> None:
 
 def main(folder: Path) -> None:
     cases = [*xor_compact_cases(), *linear_cases(), *moe_cases(), *kda_cases(), *kda_chunk_cases(), *kda_step_cases()]
-    cases += [*mla_cases(), *norm_cases(), *attn_res_cases(), *situ_cases(), *short_conv_cases()]
+    cases += [
+        *mla_cases(),
+        *norm_cases(),
+        *attn_res_cases(),
+        *situ_cases(),
+        *short_conv_cases(),
+        *short_conv_train_cases(),
+    ]
     found = [compile_case(case, architecture, folder) for case in cases for architecture in case.architectures]
     result = {"kernels": sorted(kernels_of_the_package()), "found": found}
     (folder / "found.json").write_text(json.dumps(result))

@@ -1,4 +1,4 @@
-"""The norms' forward kernels against their definitions, and a row's bits alone and in any batch."""
+"""The norms' kernels and their gradients against the definitions, and a row's bits alone and in any batch."""
 
 from __future__ import annotations
 
@@ -82,6 +82,79 @@ def test_a_kernel_sees_all_rows_at_multiples_of_16_bytes_and_copies_no_others():
     assert aligned(x) is x
     assert aligned(x[1:]).data_ptr() % 16 == 0
     assert torch.equal(aligned(x[1:]), x[1:])
+
+
+def gradients(norm, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return list(torch.autograd.grad(norm(*leaves, EPS), leaves, grad))
+
+
+def assert_gradients_of_exact_arithmetic(got: list[Tensor], want: list[Tensor]) -> None:
+    """Each rounded once; fp32 sums over rows and columns."""
+    for x, exact in zip(got, want, strict=True):
+        error = (x.double() - exact).norm() / exact.norm()
+        assert error < (3e-3 if x.dtype == torch.bfloat16 else 1e-6), (x.shape, float(error))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("D", WIDTHS[1:])
+def test_the_norms_gradient_is_that_of_its_definition(dtype, D):
+    inputs, grad = [randn(37, D, dtype=dtype), randn(D, dtype=dtype, seed=1)], randn(37, D, dtype=dtype, seed=2)
+    want = gradients(reference.rms_norm, [x.double() for x in inputs], grad.double())
+    got = gradients(fused.rms_norm, inputs, grad)
+    assert [x.dtype for x in got] == [dtype] * 2
+    assert_gradients_of_exact_arithmetic(got, want)
+
+
+@pytest.mark.parametrize("o_dtype", TYPES)
+@pytest.mark.parametrize("gate_dtype", TYPES)
+@pytest.mark.parametrize("V", [24, 128, 1100])
+def test_the_gated_norms_gradient_is_that_of_its_definition(o_dtype, gate_dtype, V):
+    inputs = [randn(7, 3, V, dtype=o_dtype), randn(7, 3, V, dtype=gate_dtype, seed=1), randn(V, seed=2)]
+    grad = randn(7, 3, V, dtype=gate_dtype, seed=3)
+    want = gradients(reference.gated_rms_norm, [x.double() for x in inputs], grad.double())
+    got = gradients(fused.gated_rms_norm, inputs, grad)
+    assert [x.dtype for x in got] == [o_dtype, gate_dtype, torch.float32]
+    assert_gradients_of_exact_arithmetic(got, want)
+
+
+def test_fewer_programs_than_tiles_take_them_in_turns(monkeypatch):
+    """37 rows in tiles of 8 for 2 programs: the same rows' bits, and the weight's sum to rounding."""
+    inputs, grad = [randn(37, 128), randn(37, 128, seed=1), randn(128, seed=2)], randn(37, 128, seed=3)
+    many = gradients(fused.gated_rms_norm, inputs, grad)
+    monkeypatch.setattr(fused, "GRADIENT_WARPS", 2 * fused.launch_options(128)["num_warps"])
+    few = gradients(fused.gated_rms_norm, inputs, grad)
+    assert torch.equal(few[0], many[0])
+    assert torch.equal(few[1], many[1])
+    torch.testing.assert_close(few[2], many[2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("D", [24, 128, 1100])
+def test_a_rows_gradient_has_the_same_bits_alone_and_in_any_batch_and_in_every_run(dtype, D):
+    x, gate, weight = randn(37, D, dtype=dtype), randn(37, D, dtype=dtype, seed=3), randn(D, dtype=dtype, seed=1)
+    grad = randn(37, D, dtype=dtype, seed=4)
+    for norm, rows in ((fused.rms_norm, [x]), (fused.gated_rms_norm, [x, gate])):
+        together = gradients(norm, [*rows, weight], grad)
+        again = gradients(norm, [*rows, weight], grad)
+        assert all(torch.equal(a, b) for a, b in zip(together, again, strict=True))
+        for start, end in ((0, 1), (36, 37), (3, 20)):
+            alone = gradients(norm, [*(each[start:end] for each in rows), weight], grad[start:end])
+            assert all(torch.equal(a, b[start:end]) for a, b in zip(alone[:-1], together[:-1], strict=True))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_gradient_that_does_not_lie_in_rows_is_that_of_its_copy(dtype):
+    """As that of a sum is: one number for all."""
+    inputs, grad = [randn(9, 128, dtype=dtype), randn(128, seed=1)], randn(1, 1, dtype=dtype).expand(9, 128)
+    got, want = gradients(fused.rms_norm, inputs, grad), gradients(fused.rms_norm, inputs, grad.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_no_rows_have_a_gradient_of_no_rows_and_none_for_the_weight():
+    grad_x, grad_weight = gradients(fused.rms_norm, [randn(0, 20), randn(20)], randn(0, 20))
+    assert grad_x.shape == (0, 20)
+    assert grad_weight.eq(0).all()
 
 
 def test_no_rows_give_no_rows():

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from k3kernels.dispatch import uses_kernel
 from k3kernels.rms_norm import eager
-from k3kernels.two_forms import forward_and_gradient
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -17,7 +14,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return eager.rms_norm(x_TD, weight_D, eps)
     from k3kernels.rms_norm import triton  # where there is no GPU, Triton need not be installed
 
-    return forward_and_gradient(partial(triton.rms_norm, eps=eps), partial(eager.rms_norm, eps=eps), x_TD, weight_D)
+    return triton.rms_norm(x_TD, weight_D, eps)
 
 
 def gated_rms_norm(o_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
@@ -26,5 +23,4 @@ def gated_rms_norm(o_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps: float
         return eager.gated_rms_norm(o_THV, gate_THV, weight_V, eps)
     from k3kernels.rms_norm import triton
 
-    forms = (partial(triton.gated_rms_norm, eps=eps), partial(eager.gated_rms_norm, eps=eps))
-    return forward_and_gradient(*forms, o_THV, gate_THV, weight_V)
+    return triton.gated_rms_norm(o_THV, gate_THV, weight_V, eps)
