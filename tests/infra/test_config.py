@@ -28,7 +28,7 @@ def problems(*overrides: str, path: str | Path = "tiny") -> tuple[str, ...]:
 
 
 def test_tiny_writes_out_the_defaults() -> None:
-    assert load("tiny", ["rollout.engine_processes=1"]) == RunConfig()
+    assert load("tiny", ["rollout.engine_processes=1", "train.minibatches=2"]) == RunConfig()
 
 
 def test_every_shipped_config_loads_without_a_warning() -> None:
