@@ -162,14 +162,15 @@ def test_bank_row_0_is_the_embedding_and_each_other_row_the_sum_of_a_blocks_subl
     reads: list[list[Tensor]] = []
     outputs: list[Tensor] = []
 
-    def record_read(rows: list[Tensor], norm: RMSNorm, proj: ResidualProj) -> Tensor:
-        reads.append(rows)
-        return K3Model._mix(model, rows, norm, proj)
+    def record_read(rows: list[Tensor], reader: tuple[RMSNorm, ResidualProj] | None, next_norm: RMSNorm) -> Tensor:
+        if reader is not None:
+            reads.append(rows)
+        return K3Model._read(model, rows, reader, next_norm)
 
     def record_output(_module: object, _inputs: object, output: Tensor | tuple[Tensor, Tensor]) -> None:
         outputs.append(output if isinstance(output, Tensor) else output[0])
 
-    monkeypatch.setattr(model, "_mix", record_read)
+    monkeypatch.setattr(model, "_read", record_read)
     for layer in layers_of(model):
         layer.self_attn.register_forward_hook(record_output)
         (layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp).register_forward_hook(
