@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,8 +25,16 @@ import bench_kda
 import peers
 import torch
 from bench_kda import HEAD_DIM, LOWER_BOUND, SCALE
-from harness import copy_bytes_per_ms, describe_machine, device, peak_gib, print_profile, relative_error, same_bits
-from harness import time_on_device as time_work
+from harness import (
+    copy_bytes_per_ms,
+    describe_machine,
+    device,
+    peak_gib,
+    print_profile,
+    relative_error,
+    same_bits,
+    time_on_device,
+)
 from side_by_side import OURS, Case, Results, Row, attempt, command_line, report
 from torch import Tensor
 
@@ -200,7 +207,7 @@ class Bench:
         del first, again
         peak = peak_gib(work)
         moved = floor_bytes(T, blank.case.section)
-        timing = time_work(blank.name, work, moved, repeats=self.repeats, flushes_l2=True)
+        timing = time_on_device(blank.name, work, moved, repeats=self.repeats, flushes_l2=True)
         return replace(blank, timing=timing, peak_gib=peak, errors=errors, same_bits=bits)
 
 
@@ -229,9 +236,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise ValueError("no GPU here: this script needs one")
     peers.use_tuned(arguments.tuned)
-    default = Path(tempfile.mkdtemp()) / "layer.json" if arguments.dry else RESULTS
     config: dict[str, object] = {"num_heads": NUM_HEADS, "head_dim": HEAD_DIM, "repeats": arguments.repeats}
-    results = Results(arguments.out or default, describe_machine() | peers.versions(), config, PEERS)
+    results = Results(arguments.out or RESULTS, describe_machine() | peers.versions(), config, PEERS)
     with batch_invariant(False):  # ours runs in kernels
         if arguments.profile:
             T = arguments.profile

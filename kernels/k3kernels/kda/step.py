@@ -2,9 +2,9 @@
 
 One program a sequence and head: it makes all tokens' keys, queries, decays and values first, then walks the state a block
 of value columns at a time, so that many programs share a multiprocessor and its memory is kept busy, and norms the outputs
-at the end; what passes between the three lies in a small scratch. A token is: the convolution of q, k and v with its window and SiLU (rounded to the inputs'
-type), unit length, decay, read, write, read, and the gated output norm, in fp32 throughout. A call has up to W tokens of
-each sequence. With writes=False nothing is written but the outputs: that verifies a draft of W tokens against the state as
+at the end; what passes between the three lies in a small scratch. A token is: the convolution of q, k and v with its window
+and SiLU (rounded to the inputs' type), unit length, decay, read, write, read, and the gated output norm, in fp32 throughout.
+A call has up to W tokens of each sequence. With writes=False nothing is written but the outputs: that verifies a draft of W tokens against the state as
 it stands. What was accepted of it is then committed by the same inputs with writes=True and has_outputs=False: the raw
 records of ReplaySSM's exact form. Both run the same operations in the same order as single steps, so all three agree to the
 last bit.
