@@ -216,7 +216,7 @@ class Bench:
         del first, again
         peak = peak_gib(work)
         num_bytes = floor_bytes(T, D, blank.case.section)
-        timing = time_on_device(blank.name, work, num_bytes, repeats=self.repeats, flushes_l2=True)
+        timing = time_on_device(blank.name, work, num_bytes, repeats=self.repeats, is_queued=True)
         return replace(blank, timing=timing, peak_gib=peak, errors=errors, same_bits=bits)
 
     def profile(self, num_tokens: int) -> None:

@@ -207,7 +207,7 @@ class Bench:
         del first, again
         peak = peak_gib(work)
         moved = floor_bytes(T, blank.case.section)
-        timing = time_on_device(blank.name, work, moved, repeats=self.repeats, flushes_l2=True)
+        timing = time_on_device(blank.name, work, moved, repeats=self.repeats, is_queued=True)
         return replace(blank, timing=timing, peak_gib=peak, errors=errors, same_bits=bits)
 
 

@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 
 GIB = 1 << 30
+CYCLES_PER_MS, MAX_WAIT_MS = 2_000_000, 20.0  # a device's clock, rounded up
 FLUSH_BYTES = (
     256 << 20
 )  # several times the L2 of any GPU of today: zeroed before a repeat, it leaves nothing of the last
@@ -27,11 +28,13 @@ FLUSH_BYTES = (
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """bytes_moved: the fewest that the work can read and write, all repeats alike; 0 where that says nothing."""
+    """bytes_moved: the fewest that the work can read and write, all repeats alike; 0 where that says nothing. host_ms: what
+    the host takes to launch the work, where repeats_ms do not hold it."""
 
     name: str
     repeats_ms: tuple[float, ...]
     bytes_moved: int = 0
+    host_ms: float | None = None
 
     @property
     def median_ms(self) -> float:
@@ -55,6 +58,7 @@ class Timing:
             "spread_ms": round(self.spread_ms, 4),
             "tb_per_s": round(self.terabytes_per_s, 3),
             "bytes_moved": self.bytes_moved,
+            "host_ms": None if self.host_ms is None else round(self.host_ms, 3),
             "repeats_ms": [round(repeat, 4) for repeat in self.repeats_ms],
         }
 
@@ -65,26 +69,32 @@ def time_on_device(
     bytes_moved: int = 0,
     warmup: int = 3,
     repeats: int = 20,
-    flushes_l2: bool = False,
+    is_queued: bool = False,
 ) -> Timing:
     """Between two events on the stream: launches and work, and gaps between the launches of one repeat.
 
-    flushes_l2 writes FLUSH_BYTES before each repeat, outside its events: work then reads its inputs from memory.
+    is_queued: as in the middle of a training step, where the device is behind the host and finds nothing of its inputs in
+    the L2. Before each repeat, outside its events, FLUSH_BYTES are written and the device waits until the host has launched
+    the repeat; what the host takes for that is reported apart.
     """
     for _ in range(warmup):
         work()
     if not torch.cuda.is_available():
         return Timing(name, tuple(_host_ms(work) for _ in range(repeats)), bytes_moved)
-    flushed = torch.empty(FLUSH_BYTES if flushes_l2 else 0, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    host_ms = _host_ms(work) if is_queued else None
+    flushed = torch.empty(FLUSH_BYTES if is_queued else 0, dtype=torch.uint8, device="cuda")
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, end in events:
-        if flushes_l2:
+        if host_ms is not None:
+            torch.cuda.synchronize()
             flushed.zero_()
+            torch.cuda._sleep(int(min(2 * host_ms, MAX_WAIT_MS) * CYCLES_PER_MS))
         start.record()
         work()
         end.record()
     torch.cuda.synchronize()
-    return Timing(name, tuple(start.elapsed_time(end) for start, end in events), bytes_moved)
+    return Timing(name, tuple(start.elapsed_time(end) for start, end in events), bytes_moved, host_ms)
 
 
 def time_in_graph(name: str, calls: Sequence[Callable[[], object]], bytes_moved: int = 0, repeats: int = 20) -> Timing:

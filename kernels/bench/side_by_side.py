@@ -74,7 +74,7 @@ class Row:
     def from_json(cls, row: dict[str, Any]) -> Row:
         timing = row["timing"]
         if timing is not None:
-            timing = Timing(timing["name"], tuple(timing["repeats_ms"]), timing["bytes_moved"])
+            timing = Timing(timing["name"], tuple(timing["repeats_ms"]), timing["bytes_moved"], timing.get("host_ms"))
         kept = {name: row[name] for name in ("floor_ms", "peak_gib", "errors", "checked", "same_bits", "failed")}
         return cls(Case(row["section"], row["size"], row["layout"]), row["peer"], row["variant"], timing, **kept)
 
@@ -101,7 +101,8 @@ def fastest(rows: Sequence[Row], case: Case, peer: str) -> float | None:
 def table(rows: Sequence[Row], peers: Sequence[str]) -> list[list[str]]:
     """A line a row, header first. `PEER / this`: the time of the peer's fastest variant as a multiple of the row's."""
     ratios = [f"{peer} / this" for peer in peers]
-    header = ["what", "size", "by", "ms", "spread", *ratios, "x floor", "peak GiB", "worst error", "same bits"]
+    header = ["what", "size", "by", "ms", "spread", "host ms"]
+    header += [*ratios, "x floor", "peak GiB", "worst error", "same bits"]
     return [header, *(_cells(row, rows, peers) for row in rows)]
 
 
@@ -109,15 +110,27 @@ def _cells(row: Row, rows: Sequence[Row], peers: Sequence[str]) -> list[str]:
     what = f"{row.case.section}, {row.case.layout}" if row.case.layout else row.case.section
     start = [what, f"{row.case.size:,}", row.name]
     if row.failed is not None:
-        return [*start, f"failed: {row.failed}", *[""] * (len(peers) + 5)]
+        return [*start, f"failed: {row.failed}", *[""] * (len(peers) + 6)]
     ms = None if row.timing is None else row.timing.median_ms
     spread = "" if row.timing is None else f"{row.timing.spread_ms:.3f}"
+    host_ms = None if row.timing is None else row.timing.host_ms
+    host = "" if host_ms is None else f"{host_ms:.2f}"
     ratios = [_ratio(fastest(rows, row.case, peer), ms) for peer in peers]
     peak = "" if row.peak_gib is None else f"{row.peak_gib:.2f}"
     worst = max(row.errors, key=lambda name: row.errors[name], default=None)
     error = "" if worst is None else f"{row.errors[worst]:.1e} ({worst})"
     bits = {None: "", True: "yes", False: "no"}[row.same_bits]
-    return [*start, "" if ms is None else f"{ms:.3f}", spread, *ratios, _ratio(ms, row.floor_ms), peak, error, bits]
+    return [
+        *start,
+        "" if ms is None else f"{ms:.3f}",
+        spread,
+        host,
+        *ratios,
+        _ratio(ms, row.floor_ms),
+        peak,
+        error,
+        bits,
+    ]
 
 
 def _ratio(above: float | None, below: float | None) -> str:
