@@ -8,7 +8,8 @@ The peers are installed as `peers.py` says; FLA's configurations are those of pe
 forward and backward; `--dry` runs it all on a CPU at toy sizes, without figures worth reading.
 
 Everybody takes the same raw q, k, v, f (gate), beta logits in bf16 and A_log, dt_bias in fp32; the gate, the norms of q
-and k and the sigmoid of beta are part of the work, and every input has its gradient. cuDNN's backward has none of the
+and k and the sigmoid of beta are part of the work, and every input has its gradient. Two draws of the gate are measured,
+since cuDNN's time depends on it. cuDNN's backward has none of the
 three: there, and in its second forward row, torch.compile does them. Memory is the allocator's peak: inputs, output and
 its gradient and all gradients are in it. The floor is bytes: each pass reads its inputs and writes its results once, at
 the speed of a copy on this device.
@@ -52,6 +53,7 @@ LOWER_BOUND = -5.0
 SCALE = HEAD_DIM**-0.5
 PEERS = ("fla", "cudnn")
 FORWARD, BOTH, DECODE, CHECK = "forward", "forward+backward", "decode", "check"
+SLOW, QUICK = "slow decay", "quick decay"  # cuDNN's forward takes twice as long for the one as for the other
 EXACT_CHUNK = 32  # in fp64 the gate's bound lets a chunk's exponents be split around its middle up to here
 RESULTS = Path(__file__).parent / "results" / "kda_h200.json"
 # One rounding to bf16 is 1.7e-3 of a tensor's norm. A chunked form rounds the operands of its products of matrices, half a
@@ -90,13 +92,14 @@ class Inputs(NamedTuple):
     dt_bias: Tensor
 
 
-def draw(num_tokens: int, num_heads: int) -> Inputs:
-    """Normal rows; gates from slow to quick decay: A_log in [0, 1.5), dt_bias around -2."""
+def draw(num_tokens: int, num_heads: int, decay: str = SLOW) -> Inputs:
+    """Normal rows; A_log in [0, 1.5), and dt_bias around -2 (most of a state outlives a chunk) or 0 (hardly any does)."""
     gen = torch.Generator(device()).manual_seed(0)
     row = (num_tokens, num_heads, HEAD_DIM)
     q, k, v, f = (_normal(row, gen) for _ in range(4))
     A_log_H = 1.5 * torch.rand(num_heads, generator=gen, device=device())
-    dt_bias_HK = 0.5 * torch.randn(num_heads, HEAD_DIM, generator=gen, device=device()) - 2.0
+    dt_bias_HK = 0.5 * torch.randn(num_heads, HEAD_DIM, generator=gen, device=device())
+    dt_bias_HK += {SLOW: -2.0, QUICK: 0.0}[decay]
     return Inputs(q, k, v, f, _normal(row[:2], gen), A_log_H, dt_bias_HK)
 
 
@@ -257,15 +260,15 @@ class Bench:
             blank = Row(Case(CHECK, T), chosen.peer, chosen.variant, checked="all heads")
             self.results.add(attempt(blank, partial(self._check, chosen, inputs, grad_o_THV, exact)))
 
-    def measure(self, num_tokens: int) -> None:
+    def measure(self, num_tokens: int, decay: str) -> None:
         H = self.sizes.num_heads
-        inputs, grad_o_THV = draw(num_tokens, H), draw_grad(num_tokens, H)
+        inputs, grad_o_THV = draw(num_tokens, H, decay), draw_grad(num_tokens, H)
         exact = Exact.compute(inputs, grad_o_THV, sorted({0, H - 1}))
         del grad_o_THV
         for section, method in ((FORWARD, self._forward), (BOTH, self._both)):
             for chosen in self._of(section):
                 floor_ms = floor_bytes(num_tokens, H, section) / self.bytes_per_ms
-                case = Case(section, num_tokens)
+                case = Case(section, num_tokens, decay)
                 blank = Row(case, chosen.peer, chosen.variant, floor_ms=floor_ms, checked=exact.what)
                 self.results.add(attempt(blank, partial(method, chosen, inputs, exact)))
 
@@ -314,7 +317,7 @@ class Bench:
     def _timed(self, row: Row, work: Callable[[], object]) -> Row:
         peak = peak_gib(work)
         num_bytes = floor_bytes(row.case.size, self.sizes.num_heads, row.case.section)
-        timing = time_on_device(row.name, work, num_bytes, repeats=self.repeats, flushes_l2=True)
+        timing = time_on_device(row.name, work, num_bytes, repeats=self.repeats, is_queued=True)
         return replace(row, timing=timing, peak_gib=peak)
 
     def profile(self, num_tokens: int) -> None:
@@ -414,7 +417,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
         else:
             bench.check()
             for T in sizes.lengths if arguments.dry else arguments.lengths:
-                bench.measure(T)
+                for decay in (SLOW, QUICK):
+                    bench.measure(T, decay)
     return report(results, LIMITS, peers.tuned_here(arguments.tuned))
 
 
