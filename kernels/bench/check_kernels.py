@@ -22,7 +22,9 @@ from torch import Tensor
 from k3kernels.attn_res import reference as attn_res_reference
 from k3kernels.attn_res import triton as attn_res_kernels
 from k3kernels.kda import kda_gate, kda_recurrent, l2_norm
+from k3kernels.kda.chunk import op as kda_op
 from k3kernels.kda.chunk.op import kda_chunk
+from k3kernels.kda.chunk.segments import SEGMENT_TOKENS
 from k3kernels.kda.chunk.table import chunk_table
 from k3kernels.kda.step import TAPS, StepPool, StepWeights, kda_steps
 from k3kernels.packing import Packing
@@ -107,6 +109,10 @@ def check_kda(bound: float | None) -> Found:
     errors, is_repeatable = compare(
         ("o", "final", *(f"d {name}" for name in KDA_NAMES)), ours, kda_exact(bound), inputs, grads
     )
+    whole = with_gradients(ours, inputs, grads)
+    kda_op.SEGMENT_TOKENS = 128
+    cut = with_gradients(ours, inputs, grads)
+    kda_op.SEGMENT_TOKENS = SEGMENT_TOKENS
     with torch.no_grad():
         o, final = ours(*inputs)
         firsts = torch.tensor((0, *LENGTHS)).cumsum(0).tolist()
@@ -121,6 +127,7 @@ def check_kda(bound: float | None) -> Found:
         o_rest, _ = kda_chunk(*rest, *inputs[5:7], chunk_table((LENGTHS[4] - 128,), DEVICE), bound, SCALE, kept[2:])
     promises = {
         "two runs equal": is_repeatable,
+        "in segments as whole": all(same_bits(x, y) for x, y in zip(cut, whole, strict=True)),
         "alone as in a batch": is_alone,
         "continued from a kept state": same_bits(o_rest, o[firsts[4] + 128 :]),
         "no other state written": bool(kept[1].isnan().all()),
@@ -236,7 +243,7 @@ def check_norms() -> Found:
 def check_residuals() -> Found:
     """One to nine rows, in a bank and as a list."""
     T, D, errors, is_repeatable = 61, 7168, {}, True
-    for count in (1, 2, 5, 9):
+    for count in (1, 4, 9):
         rows = [randn(T, D, seed=70 + i) for i in range(count)]
         vectors = [1 + 0.1 * randn(D, seed=80), 0.05 * randn(D, seed=81), 1 + 0.1 * randn(D, seed=82)]
         names = ("y", *(f"d row {i}" for i in range(count)), "d norm", "d proj", "d next norm")

@@ -37,6 +37,9 @@ def compile_cubin(source: Path, architecture: str, defines: Mapping[str, int]) -
     return cubin
 
 
+_C_TYPES: dict[type, Any] = {int: ctypes.c_int, float: ctypes.c_float}
+
+
 @dataclass(frozen=True, slots=True)
 class CudaSource:
     """An `extern "C"` function of a file, the threads of its blocks, and the bytes of their struct `Shared`."""
@@ -58,15 +61,13 @@ class CudaKernel:
     source: CudaSource
     device: int
 
-    def __call__(self, grid: int, arguments: Sequence[Tensor | int | float]) -> None:
-        """On PyTorch's current stream of the kernel's device. Tensors go as their addresses, int as int32, float as fp32."""
+    def __call__(self, grid: int, arguments: Sequence[Tensor | int | float | None]) -> None:
+        """On PyTorch's current stream of the kernel's device. Tensors go as their addresses, None as no address, int as
+        int32, float as fp32."""
         from cuda.bindings import driver
 
-        values = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
-        types = tuple(
-            ctypes.c_void_p if isinstance(x, Tensor) else ctypes.c_float if isinstance(x, float) else ctypes.c_int
-            for x in arguments
-        )
+        values = tuple(x.data_ptr() if isinstance(x, Tensor) else 0 if x is None else x for x in arguments)
+        types = tuple(_C_TYPES.get(type(x), ctypes.c_void_p) for x in arguments)
         shape = (grid, 1, 1, self.source.threads, 1, 1)
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream().cuda_stream

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from k3kernels.kda import kda_gate, kda_recurrent
-from k3kernels.kda.chunk import backward, forward
+from k3kernels.kda.chunk import backward, forward, op
 from k3kernels.kda.chunk.op import kda_chunk
-from k3kernels.kda.chunk.table import ROWS, ChunkTable, chunk_table
+from k3kernels.kda.chunk.segments import cut
+from k3kernels.kda.chunk.table import ROWS, ChunkTable, Emits, chunk_table
 
 DEVICE = torch.device("cpu")  # in Triton's interpreter; on a GPU kernels/bench/bench_kda.py compares the same
 H, K, V, SCALE = 2, 32, 16, 0.3
@@ -153,6 +158,87 @@ def test_equal_calls_give_equal_gradients_bit_for_bit() -> None:
         return torch.autograd.grad(run(leaves, case.lengths, BOUNDED)[0].square().sum(), leaves)
 
     assert all(torch.equal(x, y) for x, y in zip(gradients(), gradients(), strict=True))
+
+
+def outputs_and_gradients(case: Problem, emits: Emits, has_initial: bool, has_d_final: bool) -> dict[str, Tensor]:
+    """And the states kept by emits. has_d_final: the loss is of the final states too."""
+    leaves = case.leaves(torch.float32)[: 8 if has_initial else 7]
+    kept = torch.full((len(emits), H, K, V), torch.nan, device=DEVICE) if emits else None
+    initial = leaves[7] if has_initial else None
+    o, final = kda_chunk(*leaves[:7], chunk_table(case.lengths, DEVICE, emits), BOUNDED, SCALE, initial, kept)
+    weighed = (o, final) if has_d_final else (o,)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator).to(DEVICE) for x in weighed]
+    found = dict(zip(NAMES, torch.autograd.grad(weighed, leaves, weights), strict=False))
+    return found | {"o": o, "final state": final} | ({} if kept is None else {"kept": kept})
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cuts", "emits", "has_initial", "has_d_final"),
+    [
+        ((130, 64), (64, 128), ((0, 64, 1), (0, 128, 2), (1, 64, 0)), True, True),
+        ((20, 10, 0, 34, 0, 70, 5, 0), (64, 128), (), False, False),
+        ((3, 65), (67,), ((1, 64, 0),), True, False),
+        ((70,), (64,), (), False, True),
+    ],
+    ids=["of three segments", "whole ones and empty ones", "no loss of final states", "no initial states"],
+)
+def test_a_batch_in_segments_has_the_bits_of_the_whole(
+    lengths: tuple[int, ...],
+    cuts: tuple[int, ...],
+    emits: Emits,
+    has_initial: bool,
+    has_d_final: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = problem(lengths)
+    whole = outputs_and_gradients(case, emits, has_initial, has_d_final)
+    monkeypatch.setattr(op, "SEGMENT_TOKENS", ROWS)
+    assert [x.tokens.start for x in cut(chunk_table(lengths, DEVICE, emits), ROWS)] == [0, *cuts]
+    for name, found in outputs_and_gradients(case, emits, has_initial, has_d_final).items():
+        assert torch.equal(found, whole[name]), name
+
+
+def test_what_is_held_between_the_passes_is_of_one_segment(monkeypatch: pytest.MonkeyPatch, allocations: Any) -> None:
+    case = problem((4 * ROWS,))
+    leaves = case.leaves(torch.float32)
+
+    def held_bytes() -> int:
+        """At the peak, beside outputs and gradients."""
+        with type(allocations)() as counted:
+            outputs = run(leaves, case.lengths, BOUNDED)
+            gradients = torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
+        return counted.peak_bytes - sum(x.nbytes for x in (*outputs, *outputs, *gradients))
+
+    of_the_whole = held_bytes()
+    monkeypatch.setattr(op, "SEGMENT_TOKENS", ROWS)
+    assert held_bytes() <= of_the_whole / 4
+
+
+@given(st.lists(st.integers(0, 300), max_size=12), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_segments_are_a_batchs_chunks_in_order(lengths: list[int], num_rows: int, random: Random) -> None:
+    chunks = [(n, first) for n, length in enumerate(lengths) for first in range(0, length, ROWS)]
+    kept = random.sample(chunks, len(chunks) // 3)
+    emits = tuple((n, first + ROWS, slot) for slot, (n, first) in enumerate(kept) if first + ROWS <= lengths[n])
+    whole = chunk_table(tuple(lengths), torch.device("cpu"), emits)
+    segments = cut(whole, num_rows * ROWS)
+    starts, emitted, reached, of_sequence = list[int](), list[int](), list[int](), [0] * len(lengths)
+    for segment in segments:
+        table, first = segment.table, segment.tokens.start
+        assert table.num_tokens == segment.tokens.stop - first < (num_rows + 1) * ROWS
+        assert segment.chunks == slice(len(starts), len(starts) + table.num_chunks)
+        starts += [first + start for start in table.starts_C.tolist()]
+        emitted += [-1] * table.num_chunks if table.emits_C is None else table.emits_C.tolist()
+        sequences = range(segment.sequences.start, segment.sequences.stop)
+        assert segment.continues == (len(sequences) > 0 and of_sequence[sequences[0]] > 0)
+        reached += [n for n in sequences if n not in reached[-1:]]
+        for n, length in zip(sequences, table.lengths, strict=True):
+            of_sequence[n] += length
+        assert segment.is_continued == (len(sequences) > 0 and of_sequence[sequences[-1]] < lengths[sequences[-1]])
+    assert starts == whole.starts_C.tolist()
+    assert emitted == ([-1] * whole.num_chunks if whole.emits_C is None else whole.emits_C.tolist())
+    assert of_sequence == lengths
+    assert reached == list(range(len(lengths)))
 
 
 def test_a_table_refuses_a_state_off_the_chunks() -> None:

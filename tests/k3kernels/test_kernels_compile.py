@@ -513,7 +513,7 @@ def test_attention_multiplies_on_tensor_cores(compiled, kernel, word):
 
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("is_b_bf16", [True, False])
-@pytest.mark.parametrize(("module", "stack_bytes"), [("forward", 216), ("backward", 168)])
+@pytest.mark.parametrize(("module", "stack_bytes"), [("forward", 0), ("backward", 24)])
 def test_the_cuda_sources_of_kda_compile_and_spill_no_more_than_is_known(
     module: str, stack_bytes: int, is_b_bf16: bool, architecture: str, tmp_path: Path
 ) -> None:
@@ -530,6 +530,32 @@ def test_the_cuda_sources_of_kda_compile_and_spill_no_more_than_is_known(
     ).stdout
     assert source.function in usage
     assert int(re.search(r" STACK:(\d+) ", usage)[1]) <= stack_bytes, usage
+    assert source.shared_bytes <= MAX_SHARED_BYTES
+
+
+@pytest.mark.parametrize("keeps_states", [False, True])
+@pytest.mark.parametrize(
+    ("module", "products"), [("forward", {False: 28, True: 16}), ("backward", {False: 24, True: 24})]
+)
+def test_the_walk_over_chunks_multiplies_by_warpgroups_and_spills_nothing(
+    module: str, products: dict[bool, int], keeps_states: bool, tmp_path: Path
+) -> None:
+    import triton
+
+    from k3kernels.kda.chunk.forward import inter_defines
+    from k3kernels.nvrtc import compile_cubin
+
+    source = importlib.import_module(f"k3kernels.kda.chunk.{module}").INTER_CUDA
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compile_cubin(source.path, "sm_90a", source.defines() | dict(inter_defines(keeps_states))))
+
+    def dump(what: str) -> str:
+        command = [triton.knobs.nvidia.cuobjdump.path, what, "-fun", source.function, cubin]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    usage = dump("-res-usage")
+    assert " STACK:0 " in usage
+    assert dump("-sass").count("HGMMA") == products[keeps_states]
     assert source.shared_bytes <= MAX_SHARED_BYTES
 
 

@@ -23,7 +23,10 @@ from k3kernels.kda.chunk.intra import LOG2E, log2_decay
 from k3kernels.linear.triton import INTERPRETED, _round_to
 
 TAPS = 4
-NUM_WARPS, BLOCK_V = 2, 64  # more columns leave too few programs to keep the memory busy, fewer read the records too often
+NUM_WARPS, BLOCK_V = (
+    2,
+    64,
+)  # more columns leave too few programs to keep the memory busy, fewer read the records too often
 RECORD_ROWS = 6  # of a token and head, K wide, fp32: q, k, decay, v, beta, o
 
 

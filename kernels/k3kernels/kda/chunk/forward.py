@@ -12,6 +12,7 @@ from torch import Tensor
 
 from k3kernels.kda.chunk.inter import kda_inter_kernel
 from k3kernels.kda.chunk.intra import kda_intra_kernel
+from k3kernels.kda.chunk.segments import Segment, rows_of
 from k3kernels.kda.chunk.table import ROWS, ChunkTable
 from k3kernels.linear.triton import INTERPRETED
 from k3kernels.nvrtc import CudaSource, load
@@ -49,6 +50,10 @@ class KdaInputs:
 
     def contiguous(self) -> KdaInputs:
         return KdaInputs(*(x.contiguous() for x in self.tensors()))
+
+    def at(self, segment: Segment) -> KdaInputs:
+        tensors = self.tensors()
+        return KdaInputs(*(rows_of(x, segment.tokens) for x in tensors[:5]), *tensors[5:])
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.q_THK, self.k_THK, self.v_THV, self.f_THK, self.b_TH, self.A_log_H, self.dt_bias_HK)
@@ -161,6 +166,23 @@ def intra(inputs: KdaInputs, gate: Gate, table: ChunkTable) -> Intra:
     return out
 
 
+INTER_SOURCE = Path(__file__).with_name("inter.cu")
+INTER_SHARED_BYTES = 2 * (4 * ROWS * 128 * 2 + 2 * ROWS * ROWS * 2 + 1024) + 2 * ROWS * 72 * 2
+INTER_CUDA = CudaSource(INTER_SOURCE, "kda_inter", threads=256, shared_bytes=INTER_SHARED_BYTES)
+
+
+def inter_defines(keeps_states: bool) -> tuple[tuple[str, int], ...]:
+    return (("KEEPS_STATES", int(keeps_states)),)
+
+
+def has_inter_cuda_form(k_THK: Tensor, v_THV: Tensor) -> bool:
+    """On Hopper alone, whose products of warpgroups no other GPU has."""
+    is_wide = k_THK.shape[-1] == 128 and v_THV.shape[-1] == 128
+    if not (v_THV.is_cuda and v_THV.dtype == torch.bfloat16 and is_wide):
+        return False
+    return torch.cuda.get_device_capability(v_THV.device)[0] == 9
+
+
 def inter(
     inputs: KdaInputs,
     parts: Intra,
@@ -168,13 +190,23 @@ def inter(
     initial_NHKV: Tensor | None = None,
     emitted: Tensor | None = None,
     kept: tuple[Tensor, Tensor] | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o [T, H, V] and the final states [N, H, K, V] fp32. kept, for a backward pass: not o but the states at each chunk's
-    start [chunks, H, K, V] and u [T, H, V] are written."""
+    """o [T, H, V] and the final states [N, H, K, V] fp32, in out where it is given. kept, for a backward pass: not o but
+    the states at each chunk's start [chunks, H, K, V] and u [T, H, V] are written."""
     H, K, V = parts.k_decayed.shape[1], parts.k_decayed.shape[-1], inputs.v_THV.shape[-1]
     assert is_width(V), V
-    o_THV = torch.empty_like(inputs.v_THV) if kept is None else kept[1]
-    final = torch.empty(table.num_sequences, H, K, V, dtype=torch.float32, device=o_THV.device)
+    if out is None:
+        o_THV = torch.empty_like(inputs.v_THV) if kept is None else kept[1]
+        out = (o_THV, torch.empty(table.num_sequences, H, K, V, dtype=torch.float32, device=o_THV.device))
+    o_THV, final = out
+    if has_inter_cuda_form(inputs.k_THK, inputs.v_THV):
+        where = (initial_NHKV, table.edges_N, table.tokens_N)
+        written = (o_THV, final, *(kept or (None, None)))
+        emits = (table.emits_C, emitted) if emitted is not None else (None, None)
+        kernel = load(INTER_CUDA, o_THV.device.index, inter_defines(kept is not None))
+        kernel(table.num_sequences * H, (inputs.v_THV, *parts.tensors(), *where, *written, *emits, H))
+        return o_THV, final
     block_v = min(V, SETTINGS.inter_block_v)
     dot, precision = dot_type()
     kda_inter_kernel[(table.num_sequences * H * triton.cdiv(V, block_v),)](
@@ -200,3 +232,25 @@ def inter(
         num_warps=SETTINGS.inter_warps,
     )
     return o_THV, final
+
+
+def outputs(
+    inputs: KdaInputs,
+    gate: Gate,
+    segments: tuple[Segment, ...],
+    initial_NHKV: Tensor | None = None,
+    emitted: Tensor | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """o [T, H, V], the final states [N, H, K, V] fp32, and the states [H, K, V] fp32 where sequences are cut, in order."""
+    H, K, V = *inputs.k_THK.shape[1:], inputs.v_THV.shape[-1]
+    o_THV = torch.empty_like(inputs.v_THV)
+    final_NHKV = torch.empty(segments[-1].sequences.stop, H, K, V, dtype=torch.float32, device=o_THV.device)
+    between: list[Tensor] = []
+    for segment in segments:
+        own, table = inputs.at(segment), segment.table
+        initial = segment.states(initial_NHKV, between[-1] if segment.continues else None, 0)
+        out = (rows_of(o_THV, segment.tokens), rows_of(final_NHKV, segment.sequences))
+        inter(own, intra(own, gate, table), table, initial, None if table.emits_C is None else emitted, out=out)
+        if segment.is_continued:
+            between.append(out[1][-1].clone())  # the next segment writes its own there
+    return o_THV, final_NHKV, between

@@ -36,7 +36,7 @@ struct Shared { // of THREADS threads, SHARED_BYTES long
     float at_end[STRIPS][CHANNELS];    // what G at the chunk's end gets from the rows
     float bias[STRIPS][CHANNELS];
     float both[CHANNELS];              // sum_v S dS
-    float q_along[C], k_along[C];
+    float q_along[C], k_along[C], k_norm[C], q_norm[C];
     float a_log[THREADS / 32];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host reserves what the kernel takes");
@@ -58,6 +58,8 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     for (int i = 0; i < 8; ++i) sum += x[i] * y[i];
     return sum;
 }
+
+__device__ __forceinline__ void fetch_to_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 __device__ __forceinline__ float sum_of_16_lanes(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
@@ -133,16 +135,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) kda_gradient(
     const int rows_in = length - STRIP * warp;
     const float a = ex2(a_log_ptr[h] * LOG2E), bound = lower_bound * LOG2E;
     const float2 dt_bias = *reinterpret_cast<const float2 *>(dt_bias_ptr + h * K + block * CHANNELS + lane_channel);
-    const float *k_norms = norms_ptr + of_head * 2 * C, *q_norms = k_norms + C;
-    u32 k[8], q[8], f[8]; // on their way all the while
+    if (thread < 2 * C) (thread < C ? s.k_norm : s.q_norm)[thread % C] = norms_ptr[of_head * 2 * C + thread];
+    const int key_row = thread / 8, key_column = thread % 8 * 8; // of k, q and f: 32 rows at a time
 #pragma unroll
-    for (int r = 0; r < 8; ++r) {
-        const bool is_in = first_row + r < rows_in;
-        const long long at = key + (first_row + r) * step + lane_channel;
-        f[r] = is_in ? *reinterpret_cast<const u32 *>(f_ptr + at) : 0;
-        k[r] = is_in ? *reinterpret_cast<const u32 *>(k_ptr + at) : 0;
-        q[r] = is_in ? *reinterpret_cast<const u32 *>(q_ptr + at) : 0;
-    }
+    for (int i = 0; i < C / 32; ++i) // they come later, when there is room for them: now to the L2 alone
+        if (key_row + 32 * i < length && key_column == 0) {
+            const long long at = ((start + key_row + 32 * i) * H + h) * K + block * CHANNELS;
+            fetch_to_l2(f_ptr + at);
+            fetch_to_l2(k_ptr + at);
+            fetch_to_l2(q_ptr + at);
+        }
     wait_for_copies();
 #pragma unroll
     for (int i = 0; i < C / 16; ++i) { // what this thread copied itself
@@ -209,13 +211,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) kda_gradient(
         }
     }
     __syncthreads(); // all of that was read: the factors take its place
+#pragma unroll
+    for (int i = 0; i < C / 32; ++i) {
+        const int row = key_row + 32 * i;
+        const bool is_in = row < length;
+        const long long at = is_in ? ((start + row) * H + h) * K + block * CHANNELS + key_column : 0;
+        copy_async(&s.f[row][key_column], f_ptr + at, is_in);
+        copy_async(&s.k[row][key_column], k_ptr + at, is_in);
+        copy_async(&s.q[row][key_column], q_ptr + at, is_in);
+    }
+    wait_for_copies();
+    __syncthreads();
     {
         float p0[8], p1[8];
         float sum0 = 0.f, sum1 = 0.f;
 #pragma unroll
         for (int r = 0; r < 8; ++r) {
-            const float g0 = bound * reciprocal(1.f + ex2(-a * LOG2E * (low(f[r]) + dt_bias.x)));
-            const float g1 = bound * reciprocal(1.f + ex2(-a * LOG2E * (high(f[r]) + dt_bias.y)));
+            const u32 f = *reinterpret_cast<const u32 *>(&s.f[STRIP * warp + first_row + r][lane_channel]);
+            const float g0 = bound * reciprocal(1.f + ex2(-a * LOG2E * (low(f) + dt_bias.x)));
+            const float g1 = bound * reciprocal(1.f + ex2(-a * LOG2E * (high(f) + dt_bias.y)));
             sum0 += first_row + r < rows_in ? g0 : 0.f;
             sum1 += first_row + r < rows_in ? g1 : 0.f;
             p0[r] = sum0;
@@ -238,12 +252,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) kda_gradient(
             const int row = STRIP * warp + first_row + r, in_half = row - half * R;
             const float x0 = p0[r] - away0, x1 = p1[r] - away1;
             const float left0 = ex2(x0), left1 = ex2(x1), right0 = ex2(-x0), right1 = ex2(-x1);
-            const float k_norm = k_norms[row], q_norm = q_norms[row] * scale;
-            const float k0 = low(k[r]) * k_norm, k1 = high(k[r]) * k_norm, q0 = low(q[r]) * q_norm, q1 = high(q[r]) * q_norm;
+            const float k_norm = s.k_norm[row], q_norm = s.q_norm[row] * scale;
+            const u32 k = *reinterpret_cast<const u32 *>(&s.k[row][lane_channel]), q = *reinterpret_cast<const u32 *>(&s.q[row][lane_channel]);
+            const float k0 = low(k) * k_norm, k1 = high(k) * k_norm, q0 = low(q) * q_norm, q1 = high(q) * q_norm;
             *reinterpret_cast<float2 *>(&s.x[warp][first_row + r][lane_channel]) = make_float2(x0, x1);
-            *reinterpret_cast<u32 *>(&s.k[row][lane_channel]) = k[r];
-            *reinterpret_cast<u32 *>(&s.q[row][lane_channel]) = q[r];
-            *reinterpret_cast<u32 *>(&s.f[row][lane_channel]) = f[r];
             *reinterpret_cast<u32 *>(&s.k_left[row][lane_channel]) = pack(k0 * left0, k1 * left1);
             *reinterpret_cast<u32 *>(&s.q_left[row][lane_channel]) = pack(q0 * left0, q1 * left1);
             *reinterpret_cast<u32 *>(&s.k_right[row][lane_channel]) = pack(k0 * right0, k1 * right1);
@@ -373,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) kda_gradient(
             const long long at = key + (first_row + r) * step + lane_channel;
             const u32 k = *reinterpret_cast<const u32 *>(&s.k[row][lane_channel]), q = *reinterpret_cast<const u32 *>(&s.q[row][lane_channel]);
             const float2 dq = *reinterpret_cast<float2 *>(&s.dq[row][lane_channel]), dk = *reinterpret_cast<float2 *>(&s.dk[row][lane_channel]);
-            const float k_norm = k_norms[row], q_norm = q_norms[row];
+            const float k_norm = s.k_norm[row], q_norm = s.q_norm[row];
             const float along_k = s.k_along[row] * k_norm, along_q = s.q_along[row] * q_norm;
             *reinterpret_cast<u32 *>(dq_ptr + at) = pack(q_norm * (dq.x - low(q) * along_q), q_norm * (dq.y - high(q) * along_q));
             *reinterpret_cast<u32 *>(dk_ptr + at) = pack(k_norm * (dk.x - low(k) * along_k), k_norm * (dk.y - high(k) * along_k));

@@ -52,6 +52,22 @@ __device__ __forceinline__ float transposing_sum(float (&x)[32], int lane) {
     return x[0];
 }
 
+struct Rows {
+    float of[R];
+};
+
+// Of a pair of channels, row by row.
+__device__ __forceinline__ Rows squares(const u16 *pair) {
+    Rows x;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        const u32 both = *reinterpret_cast<const u32 *>(pair + r * TILE);
+        x.of[r] = low(both) * low(both) + high(both) * high(both);
+    }
+    return x;
+}
+__device__ __forceinline__ float transposing_sum(Rows x, int lane) { return transposing_sum(x.of, lane); }
+
 __device__ __forceinline__ u32 tf32(float x) {
     u32 y;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
@@ -122,28 +138,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) kda_intra(
     const long long step = (long long)H * K, first = ((start + half * R) * H + h) * K + channel;
     const long long tile = ((long long)chunk * H + h) * C;
 
-    u32 k[R], q[R], f[R]; // all on their way at once
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-        const bool is_in = r < rows_in;
-        k[r] = is_in ? *reinterpret_cast<const u32 *>(k_ptr + first + r * step) : 0;
-        q[r] = is_in ? *reinterpret_cast<const u32 *>(q_ptr + first + r * step) : 0;
-        f[r] = is_in ? *reinterpret_cast<const u32 *>(f_ptr + first + r * step) : 0;
+    for (int i = 0; i < C * K / 8 / THREADS; ++i) { // raw, where their factors will be
+        const int row = thread / (K / 8) + i * (8 * THREADS / K), column = thread % (K / 8) * 8;
+        const bool is_in = row < length;
+        const long long at = is_in ? ((start + row) * H + h) * K + column : 0;
+        copy_async(&s.k_left[row][column], k_ptr + at, is_in);
+        copy_async(&s.q_left[row][column], q_ptr + at, is_in);
     }
+    u32 f[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) f[r] = r < rows_in ? *reinterpret_cast<const u32 *>(f_ptr + first + r * step) : 0;
     if (thread < C) {
         const float b = thread < length ? load_b(b_ptr, (start + thread) * H + h) : 0.f;
         s.beta[thread] = thread < length ? reciprocal(1.f + ex2(-b * LOG2E)) : 0.f;
     }
-    {
-        float x[R];
-#pragma unroll
-        for (int r = 0; r < R; ++r) x[r] = low(k[r]) * low(k[r]) + high(k[r]) * high(k[r]);
-        s.squares[0][half * R + lane][warp % 2] = transposing_sum(x, lane);
-#pragma unroll
-        for (int r = 0; r < R; ++r) x[r] = low(q[r]) * low(q[r]) + high(q[r]) * high(q[r]);
-        s.squares[1][half * R + lane][warp % 2] = transposing_sum(x, lane);
-    }
-
     float G0[R], G1[R];
     {
         const float a = -LOG2E * ex2(a_log_ptr[h] * LOG2E), bound = lower_bound * LOG2E;
@@ -161,6 +170,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) kda_intra(
     }
     *reinterpret_cast<float2 *>(&s.ref[half][channel]) = make_float2(G0[15], G1[15]);
     *reinterpret_cast<float2 *>(&s.end[half][channel]) = make_float2(G0[31], G1[31]);
+    wait_for_copies();
+    __syncthreads();
+    s.squares[0][half * R + lane][warp % 2] = transposing_sum(squares(&s.k_left[half * R][channel]), lane);
+    s.squares[1][half * R + lane][warp % 2] = transposing_sum(squares(&s.q_left[half * R][channel]), lane);
     __syncthreads();
     {
         const int which = thread / C, row = thread % C;
@@ -189,11 +202,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) kda_intra(
         for (int r = 0; r < R; ++r) {
             const int row = half * R + r;
             const float k_norm = s.norm[0][row], q_norm = s.norm[1][row];
+            const u32 k = *reinterpret_cast<u32 *>(&s.k_left[row][channel]), q = *reinterpret_cast<u32 *>(&s.q_left[row][channel]);
             const float left0 = ex2(G0[r] - ref_0), left1 = ex2(G1[r] - ref_1);
             const float right0 = ex2(ref_0 - G0[r]), right1 = ex2(ref_1 - G1[r]);
-            const float k0 = low(k[r]) * k_norm, k1 = high(k[r]) * k_norm;
+            const float k0 = low(k) * k_norm, k1 = high(k) * k_norm;
             const float k_left0 = k0 * left0, k_left1 = k1 * left1;
-            const float q_left0 = low(q[r]) * q_norm * left0, q_left1 = high(q[r]) * q_norm * left1;
+            const float q_left0 = low(q) * q_norm * left0, q_left1 = high(q) * q_norm * left1;
             const float k_right0 = k0 * right0, k_right1 = k1 * right1;
             const float end0 = k_right0 * to_end0, end1_ = k_right1 * to_end1;
             *reinterpret_cast<u32 *>(&s.k_left[row][channel]) = pack(k_left0, k_left1);

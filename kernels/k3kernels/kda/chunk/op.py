@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from k3kernels.kda.chunk.backward import gradients
-from k3kernels.kda.chunk.forward import Gate, KdaInputs, inter, intra
+from k3kernels.kda.chunk.forward import Gate, KdaInputs, outputs
+from k3kernels.kda.chunk.segments import SEGMENT_TOKENS, cut
 from k3kernels.kda.chunk.table import ChunkTable
 from k3kernels.linear.triton import INTERPRETED
 
@@ -31,7 +32,8 @@ def kda_chunk(
     q, k [T, H, K] are normalised, f [T, H, K] goes through `kda_gate`, b [T, H] through a sigmoid, inside. q, k, v and f
     are bf16 (in the interpreter fp32), A_log, dt_bias and states fp32. K and V are powers of two from 16 on. What lies between
     the passes over memory is rounded to the inputs' type; sums and states are fp32. Equal calls give equal bits, a
-    sequence's do not depend on the others, and a chunk's not on how many follow.
+    sequence's do not depend on the others, and a chunk's not on how many follow. A batch of more than SEGMENT_TOKENS is
+    computed segment after segment, forward and back, to the same bits.
 
     table: see `chunk_table`; where it names emits, those states are written to emitted [slots, H, K, V] fp32.
     Raises ValueError for other types, and for emits without emitted or the other way round.
@@ -47,27 +49,27 @@ def kda_chunk(
         raise ValueError("kda_chunk: emitted must be given exactly where the table names emits")
     o_THV: Tensor
     final_NHKV: Tensor
-    o_THV, final_NHKV = _KdaChunk.apply(*tensors, initial_NHKV, table, Gate(lower_bound, scale), emitted)
+    o_THV, final_NHKV = _KdaChunk.apply(
+        *tensors, initial_NHKV, cut(table, SEGMENT_TOKENS), Gate(lower_bound, scale), emitted
+    )
     return o_THV, final_NHKV
 
 
 class _KdaChunk(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, f, b, A_log, dt_bias, initial, table, gate, emitted):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, f, b, A_log, dt_bias, initial, segments, gate, emitted):  # type: ignore[no-untyped-def]
         inputs = KdaInputs(q, k, v, f, b, A_log, dt_bias).contiguous()
         initial = None if initial is None else initial.float().contiguous()
-        o, final = inter(inputs, intra(inputs, gate, table), table, initial, emitted)
-        ctx.save_for_backward(*inputs.tensors(), *(() if initial is None else (initial,)), o)
-        ctx.table, ctx.gate, ctx.has_initial = table, gate, initial is not None
+        o, final, between = outputs(inputs, gate, segments, initial, emitted)
+        ctx.save_for_backward(*inputs.tensors(), o, initial, *between)
+        ctx.segments, ctx.gate = segments, gate
         ctx.set_materialize_grads(False)
         return o, final
 
     @staticmethod
     def backward(ctx, do, d_final):  # type: ignore[no-untyped-def]
-        saved = ctx.saved_tensors  # once: under activation checkpointing each access computes the layer again
-        inputs, o = KdaInputs(*saved[:7]), saved[-1]
-        initial = saved[7] if ctx.has_initial else None
+        *inputs, o, initial = (saved := ctx.saved_tensors)[:9]  # once: under checkpointing each access computes again
         do = torch.zeros_like(o) if do is None else do.contiguous()
         d_final = None if d_final is None else d_final.float().contiguous()
-        found, d_initial = gradients(inputs, ctx.gate, ctx.table, o, do, d_final, initial)
-        return *found.tensors(), (d_initial if ctx.has_initial else None), None, None, None
+        found, d_initial = gradients(KdaInputs(*inputs), ctx.gate, ctx.segments, o, do, d_final, initial, saved[9:])
+        return *found.tensors(), d_initial, None, None, None

@@ -12,13 +12,17 @@ from torch import Tensor
 ROWS = 64
 """Tokens of a chunk."""
 
+Emits = tuple[tuple[int, int, int], ...]
+"""(sequence, position, slot) of each state that is kept."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ChunkTable:
     """On the device, int32; the same for all layers of a pass. A chunk never crosses from one sequence into the next.
 
     starts, lengths [chunks]: its first token and how many it has. edges [N + 1]: sequence n has the chunks edges[n] to
     edges[n + 1] and the tokens tokens[n] to tokens[n + 1]. emits [chunks]: where the state behind the chunk is kept, or -1; None where no state is.
+    lengths and emits: what it was made of.
     """
 
     starts_C: Tensor
@@ -26,16 +30,15 @@ class ChunkTable:
     edges_N: Tensor
     tokens_N: Tensor
     emits_C: Tensor | None
+    lengths: tuple[int, ...]
+    emits: Emits
     num_chunks: int
     num_sequences: int
     num_tokens: int
 
 
-@lru_cache(maxsize=16)  # each layer asks for the same one
-def chunk_table(
-    lengths: tuple[int, ...], device: torch.device, emits: tuple[tuple[int, int, int], ...] = ()
-) -> ChunkTable:
-    """Of sequences that lie one behind the other. emits: (sequence, position, slot).
+def make_chunk_table(lengths: tuple[int, ...], device: torch.device, emits: Emits = ()) -> ChunkTable:
+    """Of sequences that lie one behind the other.
 
     Raises ValueError for a position that is not a multiple of ROWS inside the sequence.
     """
@@ -55,4 +58,7 @@ def chunk_table(
     parts = [torch.from_numpy(np.asarray(x, dtype=np.int32)) for x in (*columns, edges, first_tokens)]
     starts_C, lengths_C, slots_C, edges_N, tokens_N = (x.to(device, non_blocking=True) for x in parts)
     sizes = (len(starts), len(lengths), int(first_tokens[-1]))
-    return ChunkTable(starts_C, lengths_C, edges_N, tokens_N, slots_C if emits else None, *sizes)
+    return ChunkTable(starts_C, lengths_C, edges_N, tokens_N, slots_C if emits else None, lengths, emits, *sizes)
+
+
+chunk_table = lru_cache(maxsize=16)(make_chunk_table)  # each layer asks for the same one
