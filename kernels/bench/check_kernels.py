@@ -13,6 +13,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor
 from k3kernels.attn_res import reference as attn_res_reference
 from k3kernels.attn_res import triton as attn_res_kernels
 from k3kernels.kda import kda_gate, kda_recurrent, l2_norm
+from k3kernels.kda.chunk import backward as kda_backward
+from k3kernels.kda.chunk import forward as kda_forward
 from k3kernels.kda.chunk import op as kda_op
 from k3kernels.kda.chunk.op import kda_chunk
 from k3kernels.kda.chunk.segments import SEGMENT_TOKENS
@@ -99,6 +102,19 @@ def kda_exact(bound: float | None) -> Callable[..., Sequence[Tensor]]:
     return run
 
 
+@contextmanager
+def in_triton() -> Iterator[None]:
+    """From chunk to chunk, whatever the GPU."""
+    cuda_form = kda_forward.has_inter_cuda_form
+    for module in (kda_forward, kda_backward):
+        module.has_inter_cuda_form = lambda *_: False
+    try:
+        yield
+    finally:
+        for module in (kda_forward, kda_backward):
+            module.has_inter_cuda_form = cuda_form
+
+
 def check_kda(bound: float | None) -> Found:
     inputs, table = kda_inputs(), chunk_table(LENGTHS, DEVICE)
     grads = [randn(sum(LENGTHS), H, K, seed=8), randn(len(LENGTHS), H, K, K, seed=9, dtype=torch.float32)]
@@ -113,6 +129,8 @@ def check_kda(bound: float | None) -> Found:
     kda_op.SEGMENT_TOKENS = 128
     cut = with_gradients(ours, inputs, grads)
     kda_op.SEGMENT_TOKENS = SEGMENT_TOKENS
+    with in_triton():
+        walked_in_triton = with_gradients(ours, inputs, grads)
     with torch.no_grad():
         o, final = ours(*inputs)
         firsts = torch.tensor((0, *LENGTHS)).cumsum(0).tolist()
@@ -128,6 +146,7 @@ def check_kda(bound: float | None) -> Found:
     promises = {
         "two runs equal": is_repeatable,
         "in segments as whole": all(same_bits(x, y) for x, y in zip(cut, whole, strict=True)),
+        "from chunk to chunk as in Triton": all(same_bits(x, y) for x, y in zip(walked_in_triton, whole, strict=True)),
         "alone as in a batch": is_alone,
         "continued from a kept state": same_bits(o_rest, o[firsts[4] + 128 :]),
         "no other state written": bool(kept[1].isnan().all()),

@@ -9,19 +9,30 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+OURS = "ours"
+
 
 def render(result: dict[str, Any]) -> str:
-    """A result's own `table`, header first; else medians in ms, in brackets as multiples of the section's floor_ms, a
+    """Rows of several peers: a line a case. Else a result's own `table`, header first, or medians in ms, in brackets as multiples of the section's floor_ms, a
     column a section."""
-    rows = result["table"] if "table" in result else _of_sections(result["sections"])
+    if "rows" in result:
+        rows = _of_peers(result["rows"])
+    else:
+        rows = result["table"] if "table" in result else _of_sections(result["sections"])
     align = ["---", *["---:"] * (len(rows[0]) - 1)]
     machine = result["machine"]
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("driver", "cuda", "torch", "triton", "python"))
+    versions = ", ".join(f"{name} {version}" for name, version in _versions(machine))
     lines = "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], align, *rows[1:]))
     return f"{machine['device']}; {versions}.\n\n{lines}"
+
+
+def _versions(machine: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    known = ("driver", "cuda", "torch", "triton", "python", "fla-core", "nvidia-cudnn-frontend")
+    return [(name, machine[name]) for name in known if name in machine]
 
 
 def _of_sections(sections: dict[str, Any]) -> list[list[str]]:
@@ -31,6 +42,56 @@ def _of_sections(sections: dict[str, Any]) -> list[list[str]]:
             times_floor = timing["median_ms"] / section["floor_ms"]
             cells.setdefault(timing["name"], {})[column] = f"{timing['median_ms']:.3f} ({times_floor:.2f})"
     return [["", *sections], *([name, *(by.get(column, "") for column in sections)] for name, by in cells.items())]
+
+
+def _of_peers(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Median and spread of ours, a peer's fastest variant and its multiple of ours; memory and errors in one order."""
+    peers = list(dict.fromkeys(row["peer"] for row in rows if row["peer"] != OURS))
+    cases: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault((row["section"], row["layout"], row["size"]), []).append(row)
+    everybody = ", ".join((OURS, *peers))
+    header = ["what", "size", "ours, ms", *(f"{peer}, ms" for peer in peers), "x floor"]
+    header += [f"peak GiB: {everybody}", f"worst error: {everybody}", "same bits"]
+    return [header, *(_of_case(case, cases[case], peers) for case in sorted(cases))]
+
+
+def _of_case(case: tuple[str, str, int], rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> list[str]:
+    section, layout, size = case
+    best = {peer: _fastest([row for row in rows if row["peer"] == peer]) for peer in (OURS, *peers)}
+    cells = [f"{section}, {layout}" if layout else section, f"{size:,}"]
+    ours = best[OURS]
+    ours_ms = ours["timing"]["median_ms"] if ours and ours["timing"] else None
+    cells.append("" if ours is None or ours_ms is None else f"{ours_ms:.3f} ± {ours['timing']['spread_ms']:.3f}")
+    for peer in peers:
+        row = best[peer]
+        if row is None or (row["timing"] is None and row["failed"] is None):
+            cells.append("")
+        elif row["failed"] is not None:
+            cells.append(f"fails: {row['failed'].partition(':')[0]}")
+        else:
+            ms = row["timing"]["median_ms"]
+            cells.append(f"{ms:.3f}" if ours_ms is None else f"{ms:.3f} ({ms / ours_ms:.2f} ×)")
+    cells.append("" if ours is None or ours_ms is None or not ours["floor_ms"] else f"{ours_ms / ours['floor_ms']:.2f}")
+    everybody = [best[peer] for peer in (OURS, *peers)]
+    peaks = ["-" if row is None or row["peak_gib"] is None else f"{row['peak_gib']:.2f}" for row in everybody]
+    errors = ["-" if row is None or not row["errors"] else _worst(row["errors"]) for row in everybody]
+    bits = "" if ours is None else {None: "", True: "yes", False: "no"}[ours["same_bits"]]
+    return [*cells, *("" if set(parts) == {"-"} else ", ".join(parts) for parts in (peaks, errors)), bits]
+
+
+def _fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row that is compared; one that failed only where no variant did better."""
+    return min(
+        rows,
+        key=lambda row: (row["failed"] is not None, row["timing"]["median_ms"] if row["timing"] else 0.0),
+        default=None,
+    )
+
+
+def _worst(errors: Mapping[str, float]) -> str:
+    name = max(errors, key=errors.__getitem__)
+    return f"{errors[name]:.1e} ({name})"
 
 
 def put_between_marks(readme: str, name: str, table: str) -> str:

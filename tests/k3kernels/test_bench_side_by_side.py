@@ -109,10 +109,14 @@ def test_a_file_of_another_machine_is_refused(tmp_path):
 
 def test_the_table_of_a_results_file_goes_into_a_readme(tmp_path):
     results = Results(tmp_path / "op.json", MACHINE, {}, ("fla",))
-    results.add(ROWS[0])
+    other = Case("forward", 8192)
+    for each in (*ROWS, row("ours", 2.0, case=other), Row(other, "fla", failed="OutOfMemoryError: none left")):
+        results.add(each)
     command = [sys.executable, KERNELS / "bench/table.py", tmp_path / "op.json"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "| forward | 4,096 | fla | 6.000 | 0.000 |  | 1.00 | 12.00 |" in printed
+    ours = "| 2.000 ± 0.000 | 6.000 (3.00 ×) | 3.000 (1.50 ×) | 4.00 | 1.50, -, - | 4.0e-03 (o), -, - | yes |"
+    assert f"| forward | 4,096 {ours}\n" in printed
+    assert "| forward | 8,192 | 2.000 ± 0.000 | fails: OutOfMemoryError |  | 4.00 |  |  |  |\n" in printed
 
 
 def test_bits_are_compared_not_values():
