@@ -6,8 +6,12 @@ another state. What differs here is numeric drift, and every rollout of the vers
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from infra.parts import build_environment, chat_settings, train_prompts
 from infra.stages.context import Context
@@ -19,7 +23,7 @@ from k3core.model.numerics import Numerics
 from k3core.parity import Played, compare, play
 from k3core.rollout.engine import K3Engine
 from k3core.rollout.episodes import trajectory_seed
-from k3core.rollout.protocol import GenerateRequest
+from k3core.rollout.protocol import GenerateRequest, Generation
 from k3core.types import PolicyVersion, Ref, SamplingParams
 
 NUM_PROMPTS = 4
@@ -52,25 +56,82 @@ class Canary:
             "publish/canary_max_abs": self.max_abs,
         }
 
+    def __add__(self, other: Canary) -> Canary:
+        """Of two engines together."""
+        counts = (self.num_tokens + other.num_tokens, self.num_differing + other.num_differing)
+        return Canary(*counts, max(self.max_abs, other.max_abs))
 
-def compare_canary(context: Context, version: PolicyVersion, optimizer: Ref | None, limit: float) -> Canary:
-    """This process's engine against its trainer, both at `version`; optimizer: the state that the trainer goes on with.
 
-    Raises NumericDrift, which names the first module that differs, when logprobs differ by more than `limit` nats.
-    """
+def play_canary(context: Context, version: PolicyVersion) -> list[Played]:
+    """What this process's engine samples at `version`."""
     engine = context.pool.engine_at(version, context.tokenizer())
+    with Numerics().scope(engine.device):
+        return sample_canary(engine, canary_prompts(context, engine.max_length), context.cfg.seed)
+
+
+def compare_canary(
+    context: Context, version: PolicyVersion, optimizer: Ref | None, limit: float, played: Sequence[Played], at: str
+) -> Canary:
+    """What an engine (named `at`) sampled against this process's trainer, both at `version`; optimizer: the state that the
+    trainer goes on with.
+
+    Raises NumericDrift when logprobs differ by more than `limit` nats. It names the first module that differs between the
+    trainer and this process's own engine, which for that is brought to `version`.
+    """
     trainer = context.pool.trainer_at(version, optimizer)
     with Numerics().scope(trainer.device):
-        played = sample_canary(engine, canary_prompts(context, engine.max_length), context.cfg.seed)
         case = compare("canary", played, trainer.model)
     found = Canary(case.num_tokens, case.num_differing, case.max_abs)
     if not found.is_within(limit):
+        engine = context.pool.engine_at(version, context.tokenizer())
         raise NumericDrift(
-            f"step {version.step}: {found.num_differing} of {found.num_tokens} canary logprobs differ by up to"
-            f" {found.max_abs:.2g} nat; {_first(trainer.model, engine, played)};"
+            f"step {version.step}: {found.num_differing} of {found.num_tokens} canary logprobs of engine {at} differ by"
+            f" up to {found.max_abs:.2g} nat; {_first(trainer.model, engine, played)};"
             f" publish.max_numeric_drift allows {limit:g}"
         )
     return found
+
+
+_ARRAYS = ("tokens_T", "logprobs_T", "raw_logprobs_T", "policy_step_T", "routed_experts_TLk")
+
+
+def to_text(played: Sequence[Played]) -> str:
+    """Turns of a canary for another process, every bit of their arrays kept: an npz archive in base64."""
+    arrays: dict[str, np.ndarray] = {}
+    for n, each in enumerate(played):
+        arrays[f"{n}/prompt"] = np.array(each.request.tokens, np.int64)
+        arrays[f"{n}/routed_layers"] = np.array(each.generation.routed_layers, np.str_)
+        arrays |= {f"{n}/{name}": getattr(each.generation, name) for name in _ARRAYS}
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]  # names are keywords
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def from_text(text: str) -> list[Played]:
+    """Of `to_text`, without sequences' names and seeds, which a comparison does not read."""
+    with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as arrays:
+        count = len({name.partition("/")[0] for name in arrays.files})
+        return [
+            _turn({name.partition("/")[2]: arrays[name] for name in arrays.files if name.startswith(f"{n}/")})
+            for n in range(count)
+        ]
+
+
+def _turn(arrays: dict[str, np.ndarray]) -> Played:
+    drawn = len(arrays["tokens_T"])
+    request = GenerateRequest("canary", arrays["prompt"].tolist(), SamplingParams(max_tokens=MAX_NEW), 0)
+    found = Generation(
+        arrays["tokens_T"],
+        arrays["logprobs_T"],
+        arrays["raw_logprobs_T"],
+        arrays["policy_step_T"],
+        supports=(None,) * drawn,
+        num_cached=0,
+        routed_experts_TLk=arrays["routed_experts_TLk"],
+        routed_layers=tuple(arrays["routed_layers"].tolist()),
+        stop="max_tokens",
+    )
+    return Played(request, found)
 
 
 def canary_prompts(context: Context, max_length: int) -> list[list[int]]:
@@ -104,5 +165,8 @@ def _first(trainer: K3Model, engine: K3Engine, played: Sequence[Played]) -> str:
     histories, prompts = [each.tokens for each in played], [len(each.request.tokens) for each in played]
     found = first_difference(trainer, engine.model, histories, prompts)
     if found is None:
-        return "none differs when they are computed again from nothing: look at the prefix cache"
+        return (
+            "none differs when this process computes them again from nothing: look at that engine's prefix cache,"
+            " or at its machine"
+        )
     return f"first at {found}"

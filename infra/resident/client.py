@@ -45,6 +45,11 @@ class Resident:
         arguments = {"inputs": inputs, "root": root, "policy": policy}
         return str(self._call("/load", arguments, lambda _done, _of: None))
 
+    def canary(self, inputs: Inputs, root: str, policy: PolicyVersion) -> str:
+        """What the engine samples at this version: `infra.canary.from_text` reads it."""
+        arguments = {"inputs": inputs, "root": root, "policy": policy}
+        return str(self._call("/canary", arguments, lambda _done, _of: None))
+
     def health(self) -> dict[str, Any]:
         answer: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=10.0).raise_for_status().json()
         return answer

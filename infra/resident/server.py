@@ -25,6 +25,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
+from infra.canary import play_canary, to_text
 from infra.fence import Cancelled, fenced, pass_fence
 from infra.host import keep_freed_memory
 from infra.resident.client import TOKEN
@@ -131,7 +132,23 @@ def app(role: Role, stages: Mapping[str, Stage] = STAGES) -> FastAPI:
 
         return StreamingResponse(calls.lines("load", work), media_type="application/x-ndjson")
 
+    @api.post("/canary", dependencies=[Depends(authorized)])
+    async def canary(arguments: dict[str, Any]) -> StreamingResponse:
+        if role != "engine":
+            raise HTTPException(404, "this is the trainer; engines sample canaries")
+
+        def work(progress: Progress) -> str:
+            del progress
+            return sample_canary(**_typed(sample_canary, arguments))
+
+        return StreamingResponse(calls.lines("canary", work), media_type="application/x-ndjson")
+
     return api
+
+
+def sample_canary(inputs: Inputs, root: str, policy: PolicyVersion) -> str:
+    """`infra.canary.to_text` of what the engine samples at `policy`."""
+    return to_text(play_canary(Context.open(inputs, root), policy))
 
 
 def load_version(inputs: Inputs, root: str, policy: PolicyVersion) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from infra import policies
-from infra.canary import Canary, compare_canary
-from infra.console import say
+from infra.canary import Canary, compare_canary, from_text, play_canary
 from infra.parts import build_environment, eval_suite, rubric_sha256, train_sampling
 from infra.policies import PublishStats
-from infra.pool import OwnEngine
 from infra.pruned import find_mark
 from infra.resident.client import Resident
 from infra.serving import ServedPolicyError as ServedPolicyError
@@ -20,6 +19,7 @@ from infra.stages.record import StageRecord, read_record, stage_key
 from k3core.checkpoint.tensors import Weights, from_safetensors, weights_sha256
 from k3core.errors import IntegrityError
 from k3core.model.weights import is_adapter_tensor
+from k3core.parity import Played
 from k3core.types import PolicyVersion, Ref
 
 SERVE_TIMEOUT_S = 600.0
@@ -32,8 +32,8 @@ def publish_step(
 
     A delta stands on the version that every engine has acknowledged, which is `parent` or an older one. The engines
     (those at the URLs, else this process's own) then load the version from the store and answer with the digest of
-    what they hold; this process's own also computes a canary batch as the trainer does, before anybody is shown the
-    version (`infra.canary`). Raises NotServed, which another try may mend, when one of them did not answer,
+    what they hold, and sample a canary batch, which the trainer computes again before anybody is shown the version
+    (`infra.canary`). Raises NotServed, which another try may mend, when one of them did not answer,
     ServedPolicyError when one holds other weights: a sync that ships the wrong tensors must not look like staleness,
     and NumericDrift when the canary's log-probabilities differ by more than publish.max_numeric_drift.
     """
@@ -41,12 +41,12 @@ def publish_step(
     store, record = context.store, read_record(context.store, trained)
     step = record.step
     version, stats = _publish(context, record)
-    served, canary = read_served(store, version.run), list[Canary]()
+    served, canaries = read_served(store, version.run), list[Canary]()
     if served is None or served.version.step <= step:  # else it was served in its time, and this is a replay
         serving = _serving(context, engines)
         serve(
             *(store, version, serving, SERVE_TIMEOUT_S),
-            lambda: canary.extend(_compare_canaries(context, record, version, serving)),
+            lambda: canaries.extend(_compare_canaries(context, record, version, serving)),
         )
     metrics = {
         "publish/bytes_payload": float(stats.bytes_payload),
@@ -55,8 +55,8 @@ def publish_step(
     }
     if stats.changed_fraction is not None:
         metrics["publish/changed_fraction"] = stats.changed_fraction
-    for found in canary:
-        metrics |= found.metrics
+    if canaries:
+        metrics |= reduce(Canary.__add__, canaries).metrics
     read = {"trained": trained, "parent": None if parent is None else parent.weights, "tokenizer": inputs.tokenizer}
     return context.record("publish", step, {"manifest": version.weights}, metrics, policy=version, inputs=read)
 
@@ -111,6 +111,9 @@ class _Remote:
     def load(self, version: PolicyVersion) -> str:
         return Resident(self.name).load(self.context.inputs, self.context.cfg.root, version)
 
+    def play_canary(self, version: PolicyVersion) -> list[Played]:
+        return from_text(Resident(self.name).canary(self.context.inputs, self.context.cfg.root, version))
+
 
 def _serving(context: Context, urls: Sequence[str]) -> Sequence[ServingEngine]:
     if urls:
@@ -121,14 +124,13 @@ def _serving(context: Context, urls: Sequence[str]) -> Sequence[ServingEngine]:
 def _compare_canaries(
     context: Context, trained: StageRecord, version: PolicyVersion, engines: Sequence[ServingEngine]
 ) -> Iterator[Canary]:
-    """Raises NumericDrift. An engine that is not this process's own cannot be asked what it computes inside."""
+    """One an engine. Raises NumericDrift."""
     if (limit := context.cfg.publish.max_numeric_drift) is None:
         return
+    optimizer = trained.outputs.get("optimizer")
     for engine in engines:
-        if isinstance(engine, OwnEngine):
-            yield compare_canary(context, version, trained.outputs.get("optimizer"), limit)
-        else:
-            say(f"step {version.step}: engine {engine.name} is not this process's own: no canary")
+        played = engine.play_canary(version) if isinstance(engine, _Remote) else play_canary(context, version)
+        yield compare_canary(context, version, optimizer, limit, played, engine.name)
 
 
 def version_tags(inputs: Inputs, root: str) -> dict[str, str]:

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import re
+import socket
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import uvicorn
 
 import k3core.model.kda
-from infra.canary import MAX_NEW, NUM_PROMPTS, NumericDrift, canary_prompts, sample_canary
+from infra.canary import (
+    MAX_NEW,
+    NUM_PROMPTS,
+    NumericDrift,
+    canary_prompts,
+    from_text,
+    play_canary,
+    sample_canary,
+    to_text,
+)
 from infra.config import load
 from infra.pool import OwnEngine, _pools
+from infra.resident import server as server_module
+from infra.resident.client import TOKEN
+from infra.resident.server import app
 from infra.serving import read_served
-from infra.stages import publish as stage
 from infra.stages.context import Context
 from infra.stages.prepare import prepare_run
 from infra.stages.publish import publish_step
@@ -25,6 +39,7 @@ from infra.tracking import METRICS
 from k3core.checkpoint.tensors import from_torch, to_safetensors
 from k3core.errors import RunError
 from k3core.model.state import SlotState
+from k3core.parity import Played
 from k3core.rl.trainer import Trainer
 from k3core.types import PolicyVersion, Ref
 from k3kernels.kda import kda_aligned_step
@@ -123,7 +138,7 @@ def test_an_engine_whose_weights_broke_after_it_acknowledged_them_stops_the_vers
     break_weights(monkeypatch)
     trained = run.trained(1)
     message = (
-        r"step 1: \d+ of \d+ canary logprobs differ by up to \S+ nat; first at layers\.1\.self_attn\.q_proj \(output\), "
+        r"step 1: \d+ of \d+ canary logprobs of engine embedded differ by up to \S+ nat; first at layers\.1\.self_attn\.q_proj \(output\), "
         rf"of other weights \({re.escape(BROKEN)}\); publish\.max_numeric_drift allows 0"
     )
     for _ in range(2):
@@ -156,7 +171,7 @@ def test_a_cached_state_that_comes_back_changed_is_told_from_a_wrong_operation(
         state.slots.states_NLHKV[slot] *= 1.01
 
     monkeypatch.setattr(SlotState, "restore", restore_another)
-    with pytest.raises(NumericDrift, match="when they are computed again from nothing: look at the prefix cache"):
+    with pytest.raises(NumericDrift, match="when this process computes them again from nothing: look at that engine"):
         start().publish(0)
 
 
@@ -180,18 +195,68 @@ def test_a_drift_below_the_limit_passes(start: Callable[..., Run], monkeypatch: 
     assert 0 < metrics["publish/canary_max_abs"] < 0.5
 
 
-def test_engines_elsewhere_are_not_asked_and_that_is_said(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def resident_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A resident engine of this process, over a real connection."""
+    monkeypatch.setenv(TOKEN, "a-secret")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app("engine"), port=port, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join(10)
+
+
+def test_engines_elsewhere_sample_a_canary_too_and_all_are_counted(
+    start: Callable[..., Run], resident_url: str
 ) -> None:
-    class Node:
-        def __init__(self, url: str) -> None:
-            del url
-
-        def load(self, _inputs: object, _root: str, policy: PolicyVersion) -> str:
-            return policy.weights_sha256
-
-    monkeypatch.setattr(stage, "Resident", Node)
     run = start()
-    run.publish_again(run.trained(0), ("http://a:1",))
+    one = read_record(run.context.store, run.publish_again(run.trained(0), (resident_url,))).metrics
     assert run.served_step == 0
-    assert "step 0: engine http://a:1 is not this process's own: no canary" in capsys.readouterr().out
+    assert one["publish/canary_tokens"] > NUM_PROMPTS * MAX_NEW
+    assert one["publish/canary_differing"] == one["publish/canary_max_abs"] == 0
+    alias = resident_url.replace("127.0.0.1", "localhost")
+    two = read_record(run.context.store, run.publish_again(run.trained(1), (resident_url, alias))).metrics
+    assert two["publish/canary_tokens"] > one["publish/canary_tokens"]
+
+
+def test_an_engine_elsewhere_that_computes_other_numbers_stops_the_version_and_is_named(
+    start: Callable[..., Run], resident_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def numbers_of_another_machine(*args: Any) -> list[Played]:
+        return [
+            replace(each, generation=replace(each.generation, raw_logprobs_T=each.generation.raw_logprobs_T * 1.001))
+            for each in play_canary(*args)
+        ]
+
+    monkeypatch.setattr(server_module, "play_canary", numbers_of_another_machine)
+    run = start()
+    with pytest.raises(
+        NumericDrift, match=rf"of engine {resident_url} differ by .*that engine's prefix cache, or at its"
+    ):
+        run.publish_again(run.trained(0), (resident_url,))
+    assert read_served(run.context.store, run.context.cfg.run) is None
+
+
+def test_the_place_is_named_where_an_engine_elsewhere_has_an_operation_that_decodes_otherwise(
+    start: Callable[..., Run], resident_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(k3core.model.kda, "kda_aligned_step", lambda *args: kda_aligned_step(*args) * (1 + 2**-20))
+    run = start()
+    with pytest.raises(NumericDrift, match=r"first at layers\.0\.self_attn \(attention core before o_proj\); publish"):
+        run.publish_again(run.trained(0), (resident_url,))
+
+
+def test_a_canary_comes_back_from_its_text_bit_for_bit(start: Callable[..., Run]) -> None:
+    run = start()
+    played = play_canary(run.context, run.publish(0))
+    for mine, theirs in zip(played, from_text(to_text(played)), strict=True):
+        assert list(theirs.request.tokens) == list(mine.request.tokens)
+        for name in ("tokens_T", "logprobs_T", "raw_logprobs_T", "policy_step_T", "routed_experts_TLk"):
+            a, b = getattr(theirs.generation, name), getattr(mine.generation, name)
+            assert a.dtype == b.dtype
+            assert a.tobytes() == b.tobytes()
+        assert theirs.generation.routed_layers == mine.generation.routed_layers
