@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from infra import policies
+from infra.canary import play_canary, to_text
 from infra.config import RunConfig, load
 from infra.gc import Keep, collect, live
 from infra.ledger import Ledger
@@ -184,6 +185,9 @@ class Node:
         if self.url in Node.errors:
             raise Node.errors[self.url]
         return policy.weights_sha256
+
+    def canary(self, inputs: Inputs, root: str, policy: PolicyVersion) -> str:
+        return to_text(play_canary(Context.open(inputs, root), policy))
 
 
 @pytest.fixture
