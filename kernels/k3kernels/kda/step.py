@@ -4,10 +4,10 @@ One program a sequence and head: it makes all tokens' keys, queries, decays and 
 of value columns at a time, so that many programs share a multiprocessor and its memory is kept busy, and norms the outputs
 at the end; what passes between the three lies in a small scratch. A token is: the convolution of q, k and v with its window
 and SiLU (rounded to the inputs' type), unit length, decay, read, write, read, and the gated output norm, in fp32 throughout.
-A call has up to W tokens of each sequence. With writes=False nothing is written but the outputs: that verifies a draft of W tokens against the state as
-it stands. What was accepted of it is then committed by the same inputs with writes=True and has_outputs=False: the raw
-records of ReplaySSM's exact form. Both run the same operations in the same order as single steps, so all three agree to the
-last bit.
+A call has up to W tokens of each sequence. With writes=False nothing is written but the outputs: that verifies a draft of W
+tokens against the state as it stands. What was accepted of it is then committed by the same inputs with writes=True and
+has_outputs=False: the raw records of ReplaySSM's exact form. Both run the same operations in the same order as single
+steps, so all three agree to the last bit.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from k3kernels.kda.chunk.intra import LOG2E, log2_decay
 from k3kernels.linear.triton import INTERPRETED, _round_to
 
 TAPS = 4
-NUM_WARPS, BLOCK_V = (
-    2,
-    64,
-)  # more columns leave too few programs to keep the memory busy, fewer read the records too often
+NUM_WARPS, BLOCK_V = 2, 64  # fewer columns read the records too often, more leave a state too few loads on their way
 RECORD_ROWS = 6  # of a token and head, K wide, fp32: q, k, decay, v, beta, o
 
 

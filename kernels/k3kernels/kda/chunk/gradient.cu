@@ -253,7 +253,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) kda_gradient(
             const float x0 = p0[r] - away0, x1 = p1[r] - away1;
             const float left0 = ex2(x0), left1 = ex2(x1), right0 = ex2(-x0), right1 = ex2(-x1);
             const float k_norm = s.k_norm[row], q_norm = s.q_norm[row] * scale;
-            const u32 k = *reinterpret_cast<const u32 *>(&s.k[row][lane_channel]), q = *reinterpret_cast<const u32 *>(&s.q[row][lane_channel]);
+            const u32 k = *reinterpret_cast<const u32 *>(&s.k[row][lane_channel]);
+            const u32 q = *reinterpret_cast<const u32 *>(&s.q[row][lane_channel]);
             const float k0 = low(k) * k_norm, k1 = high(k) * k_norm, q0 = low(q) * q_norm, q1 = high(q) * q_norm;
             *reinterpret_cast<float2 *>(&s.x[warp][first_row + r][lane_channel]) = make_float2(x0, x1);
             *reinterpret_cast<u32 *>(&s.k_left[row][lane_channel]) = pack(k0 * left0, k1 * left1);
@@ -383,7 +384,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) kda_gradient(
         const int row = STRIP * warp + first_row + r;
         if (row < length) {
             const long long at = key + (first_row + r) * step + lane_channel;
-            const u32 k = *reinterpret_cast<const u32 *>(&s.k[row][lane_channel]), q = *reinterpret_cast<const u32 *>(&s.q[row][lane_channel]);
+            const u32 k = *reinterpret_cast<const u32 *>(&s.k[row][lane_channel]);
+            const u32 q = *reinterpret_cast<const u32 *>(&s.q[row][lane_channel]);
             const float2 dq = *reinterpret_cast<float2 *>(&s.dq[row][lane_channel]), dk = *reinterpret_cast<float2 *>(&s.dk[row][lane_channel]);
             const float k_norm = s.k_norm[row], q_norm = s.q_norm[row];
             const float along_k = s.k_along[row] * k_norm, along_q = s.q_along[row] * q_norm;

@@ -73,7 +73,8 @@ __device__ __forceinline__ void fetch(
         if (HAS_P) copy_async(&s.P[to], from.P + at, true);
     }
     for (int i = threadIdx.x; i < K / 4; i += THREADS)
-        copy_async(reinterpret_cast<u16 *>(&s.decay[4 * i]), reinterpret_cast<const u16 *>(from.decay + of_head * K + 4 * i), true);
+        copy_async(
+            reinterpret_cast<u16 *>(&s.decay[4 * i]), reinterpret_cast<const u16 *>(from.decay + of_head * K + 4 * i), true);
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
@@ -243,7 +244,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_inter(
     extern __shared__ __align__(1024) char memory[];
     Shared &s = *reinterpret_cast<Shared *>(memory);
     const Tiles tiles = {q_decayed_ptr, k_decayed_ptr, k_to_end_ptr, P_ptr, A_ptr, v_ptr, decay_ptr};
-    walk<KEEPS_STATES>(s, tiles, initial_ptr, edges_ptr, tokens_ptr, o_ptr, final_ptr, states_ptr, u_ptr, emit_ptr, emitted_ptr, H);
+    walk<KEEPS_STATES>(
+        s, tiles, initial_ptr, edges_ptr, tokens_ptr, o_ptr, final_ptr, states_ptr, u_ptr, emit_ptr, emitted_ptr, H);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_inter_backward(

@@ -2,7 +2,7 @@
 //
 // A thread owns two channels of one half of the chunk (32 rows), so that the running sum of the decay, its values at the
 // border and all exponents stay in its registers; rows are normalised by a transposing butterfly over the warp. Tiles of
-// factors go through shared memory once, for the products. The triangular inverse is solved by substitution, one column
+// factors go through shared memory once, for the products; raw keys and queries wait there. The triangular inverse is solved by substitution, one column
 // a thread, in blocks of 16 rows, and put together by products in tf32.
 //
 // With G' the sum of log2 decays from a half's start, ref its row 15, end its row 31:
@@ -202,7 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) kda_intra(
         for (int r = 0; r < R; ++r) {
             const int row = half * R + r;
             const float k_norm = s.norm[0][row], q_norm = s.norm[1][row];
-            const u32 k = *reinterpret_cast<u32 *>(&s.k_left[row][channel]), q = *reinterpret_cast<u32 *>(&s.q_left[row][channel]);
+            const u32 k = *reinterpret_cast<u32 *>(&s.k_left[row][channel]);
+            const u32 q = *reinterpret_cast<u32 *>(&s.q_left[row][channel]);
             const float left0 = ex2(G0[r] - ref_0), left1 = ex2(G1[r] - ref_1);
             const float right0 = ex2(ref_0 - G0[r]), right1 = ex2(ref_1 - G1[r]);
             const float k0 = low(k) * k_norm, k1 = high(k) * k_norm;
