@@ -2,8 +2,8 @@
 //
 // A thread owns two channels of one half of the chunk (32 rows), so that the running sum of the decay, its values at the
 // border and all exponents stay in its registers; rows are normalised by a transposing butterfly over the warp. Tiles of
-// factors go through shared memory once, for the products; raw keys and queries wait there. The triangular inverse is solved by substitution, one column
-// a thread, in blocks of 16 rows, and put together by products in tf32.
+// factors go through shared memory once, for the products; until then the raw keys and queries wait there. The triangular
+// inverse is solved by substitution, one column a thread, in blocks of 16 rows, and put together by products in tf32.
 //
 // With G' the sum of log2 decays from a half's start, ref its row 15, end its row 31:
 //   left = x 2^(G' - ref), right = k 2^(ref - G'): at most 2^(5 log2(e) 16), finite in bf16
