@@ -120,28 +120,17 @@ def app(role: Role, stages: Mapping[str, Stage] = STAGES) -> FastAPI:
 
         return StreamingResponse(calls.lines(name, work), media_type="application/x-ndjson")
 
-    @api.post("/load", dependencies=[Depends(authorized)])
-    async def load(arguments: dict[str, Any]) -> StreamingResponse:
-        if role != "engine":
-            raise HTTPException(404, "this is the trainer; engines load versions")
+    @api.post("/{name}", dependencies=[Depends(authorized)])
+    async def ask_engine(name: str, arguments: dict[str, Any]) -> StreamingResponse:
+        function = ENGINE_CALLS.get(name)
+        if function is None or role != "engine":
+            raise HTTPException(404, f"this is the {role}; it does not answer {name!r}")
 
         def work(progress: Progress) -> str:
             del progress
-            given = _typed(load_version, arguments)
-            return load_version(**given)
+            return function(**_typed(function, arguments))
 
-        return StreamingResponse(calls.lines("load", work), media_type="application/x-ndjson")
-
-    @api.post("/canary", dependencies=[Depends(authorized)])
-    async def canary(arguments: dict[str, Any]) -> StreamingResponse:
-        if role != "engine":
-            raise HTTPException(404, "this is the trainer; engines sample canaries")
-
-        def work(progress: Progress) -> str:
-            del progress
-            return sample_canary(**_typed(sample_canary, arguments))
-
-        return StreamingResponse(calls.lines("canary", work), media_type="application/x-ndjson")
+        return StreamingResponse(calls.lines(name, work), media_type="application/x-ndjson")
 
     return api
 
@@ -155,6 +144,9 @@ def load_version(inputs: Inputs, root: str, policy: PolicyVersion) -> str:
     """The digest of the tensors that the engine holds once it is at `policy`."""
     context = Context.open(inputs, root)
     return context.pool.own_engine(context.tokenizer()).load(policy)
+
+
+ENGINE_CALLS: Mapping[str, Callable[..., str]] = {"load": load_version, "canary": sample_canary}
 
 
 def _typed(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

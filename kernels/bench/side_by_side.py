@@ -188,7 +188,7 @@ class Results:
 
     def _write(self) -> None:
         rows = [row.to_json() for row in self.rows]
-        write_result(self.path, {"machine": self.machine, "config": self.config, "table": self.table(), "rows": rows})
+        write_result(self.path, {"machine": self.machine, "config": self.config, "rows": rows})
 
 
 def print_table(cells: Sequence[Sequence[str]]) -> None:

@@ -212,6 +212,6 @@ def test_a_bench_runs_through_without_a_gpu(bench, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(KERNELS), "OMP_NUM_THREADS": "1"}
     subprocess.run([*command, "--out", out], check=True, env=environment, capture_output=True)
     result = json.loads(out.read_text())
+    assert result["rows"]
     assert all(each["failed"] is None and each["errors"] for each in result["rows"])
-    assert len(result["table"]) == len(result["rows"]) + 1
     assert side_by_side.Row.from_json(result["rows"][-1]).case.section
