@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 
+HEADERS = Path(__file__).parent / "cuda"
+
+
 def compile_cubin(source: Path, architecture: str, defines: Mapping[str, int]) -> bytes:
-    """architecture: "sm_90a". Headers of the source's own folder may be included. Raises RuntimeError with the compiler's log."""
+    """architecture: "sm_90a". Headers of the source's own folder and of HEADERS may be included. Raises RuntimeError with the compiler's log."""
     from cuda.bindings import nvrtc
 
     status, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], [])
     _check(status)
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", f"-I{source.parent}"]
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", f"-I{source.parent}", f"-I{HEADERS}"]
     options += [f"-D{name}={value}" for name, value in defines.items()]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if int(status):

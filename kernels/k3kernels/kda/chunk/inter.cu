@@ -3,6 +3,7 @@
 // registers, a warp 16 values. The results of one product are the left operand of the next, so nothing but the chunks' own
 // tiles goes through shared memory, two chunks of which are on their way at a time.
 
+#include "tiles.cuh"
 #include "warpgroup.cuh"
 
 constexpr int V = 128, OWN = 16, GROUP = 4 * OWN, GROUPS = V / GROUP;
@@ -25,12 +26,6 @@ struct Tiles {
     const u16 *q_decayed, *k_decayed, *k_to_end, *P, *A, *values;
     const float *decay;
 };
-
-__device__ __forceinline__ void store_transposed(u16 *p, const u32 (&x)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(p)), "r"(x[0]),
-                 "r"(x[1]), "r"(x[2]), "r"(x[3])
-                 : "memory");
-}
 
 // A warp's values of 16 tokens, as two tiles of a result [16 values][8 tokens].
 __device__ __forceinline__ void load_values(u32 (&x)[4], const u16 *values, int token, int value, int lane) {
@@ -83,10 +78,6 @@ __device__ __forceinline__ void meet() {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     show_to_products();
     __syncthreads();
-}
-
-__device__ __forceinline__ void meet_group() {
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
 }
 
 // What a warpgroup staged, [rows][64 values], to rows of a tensor whose rows are `stride` apart.

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "tiles.cuh"
+#include "mma.cuh"
 
 typedef unsigned long long u64;
 
@@ -33,6 +33,18 @@ template <int LEFT> __device__ __forceinline__ void wait_for_products() {
 }
 // What threads wrote to shared memory is there for products of all.
 __device__ __forceinline__ void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The warpgroup's own barrier.
+__device__ __forceinline__ void meet_group() {
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
+}
+
+// Four tiles of a product's result, 8 x 8 each, to rows of shared memory: a lane gives the address of one.
+__device__ __forceinline__ void store_transposed(u16 *p, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(p)), "r"(x[0]),
+                 "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
 
 // d [64][8 tiles] += a b (or -= with NEGATES): a 16 columns in registers. b 16 deep: a tile [column][depth], or with
 // B_BY_DEPTH [depth][column]. Without registers a is a tile [depth][row], and b [depth][column].
