@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from k3core.model.config import K3Config
-from k3kernels.dispatch import uses_invariant_product
+from k3kernels.dispatch import is_batch_invariant, uses_invariant_product, uses_kernel
 from k3kernels.linear import linear
+from k3kernels.linear.low_rank import lora_linear
 from k3kernels.rms_norm import rms_norm
 from k3kernels.situ import gated_activation
 
@@ -55,6 +56,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The factors are multiplied in x's type, and their product is added in it."""
+        if self.lora_A is not None and self.lora_B is not None and uses_kernel(x) and not is_batch_invariant():
+            return lora_linear(x, self.weight, self.lora_A, self.lora_B, self.lora_scale)
         y = product(x, self.weight)
         if self.lora_A is not None and self.lora_B is not None:
             y = y + self.lora_scale * product(product(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from k3core.model.config import MXFP4, K3Config
 from k3core.model.layers import MLP, Linear, RMSNorm, product, situ_betas
-from k3kernels.dispatch import uses_invariant_product
+from k3kernels.dispatch import is_batch_invariant, uses_invariant_product, uses_kernel
 from k3kernels.linear import linear
+from k3kernels.linear.low_rank import wide_output
 from k3kernels.moe import LoraPair, Matrices, PackedMatrices, moe_experts, route
 from k3kernels.mxfp4 import GROUP, packed_shapes
 
@@ -24,6 +25,8 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
+        if x_TD.dtype == self.weight.dtype == torch.bfloat16 and uses_kernel(x_TD) and not is_batch_invariant():
+            return wide_output(x_TD, self.weight)
         if x_TD.dtype == self.weight.dtype and uses_invariant_product(x_TD):
             return linear(x_TD, self.weight, wide)  # the same sums of the same products
         return product(x_TD.to(wide), self.weight.to(wide))

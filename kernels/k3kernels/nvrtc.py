@@ -25,7 +25,13 @@ def compile_cubin(source: Path, architecture: str, defines: Mapping[str, int]) -
 
     status, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], [])
     _check(status)
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", f"-I{source.parent}", f"-I{HEADERS}"]
+    options = [
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        "-default-device",
+        f"-I{source.parent}",
+        f"-I{HEADERS}",
+    ]
     options += [f"-D{name}={value}" for name, value in defines.items()]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if int(status):

@@ -23,6 +23,7 @@ import pytest
 HOPPER = (90,)  # whose instructions the GEMMs' tiles are made for
 ARCHITECTURES = (*HOPPER, 100)  # Blackwell
 MAX_SHARED_BYTES = 227 << 10  # on both
+HIDDEN_STACK_BYTES = 432
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,76 @@ def linear_cases() -> list[Case]:
     return [
         *cases,
         Case("linear", "bucket_kernel", bucket, {"E": 64, "BLOCK": 32, "STEP": 128}, 4, architectures=HOPPER),
+        *persistent_cases(),
+        *multi_lora_cases(),
     ]
+
+
+def persistent_cases() -> list[Case]:
+    """Of a bf16 and of an fp32 result, which has a stage fewer."""
+    from k3kernels.linear.persistent import LARGE, stages
+
+    constants = {"BM": LARGE.block_m, "BN": LARGE.slice, "BK": LARGE.block_k, "PARTS": LARGE.parts}
+    cases = []
+    for out, itemsize in (("bf16", 2), ("fp32", 4)):
+        blocks = {
+            "x_desc": f"tensordesc<bf16[{LARGE.block_m}, {LARGE.block_k}]>",
+            "w_desc": f"tensordesc<bf16[{LARGE.slice}, {LARGE.block_k}]>",
+            "y_desc": f"tensordesc<{out}[{LARGE.block_m}, {LARGE.slice // LARGE.parts}]>",
+        }
+        cases.append(
+            Case(
+                "linear.persistent",
+                "persistent_product_kernel",
+                blocks | dict.fromkeys("MNK", "i32"),
+                constants | {"INTERPRETED": False},
+                LARGE.num_warps,
+                stages(LARGE, itemsize),
+                multiples=("N", "K"),
+                architectures=HOPPER,
+            )
+        )
+    return cases
+
+
+def multi_lora_cases() -> list[Case]:
+    """Of 32 adapters of rank 64, in both of the passes' layouts."""
+    from k3kernels.linear.multi_lora_launch import ACCUMULATE, EXPAND, PIECE, SHRINK
+
+    def case(kernel: str, pointers: dict[str, str], sizes: str, constants: dict[str, object], warps: int) -> Case:
+        integers = tuple(name for name in sizes.split() if name not in constants)
+        multiples = tuple(name for name in integers if name not in ("T", "num_adapters"))
+        arguments = pointers | dict.fromkeys(integers, "i32")
+        constants = constants | {"INTERPRETED": False}
+        stages = SHRINK["num_stages"]
+        return Case("linear.multi_lora_kernels", kernel, arguments, constants, warps, stages, multiples, HOPPER)
+
+    tiles = {"order_ptr": "*i32", "tiles_ptr": "*i32"}
+    product = dict.fromkeys(("x_ptr", "w_ptr"), "*bf16") | {"parts_ptr": "*fp32"} | tiles
+    added = dict.fromkeys(("z_ptr", "w_ptr", "y_ptr"), "*bf16") | tiles | {"ranks_ptr": "*i32"}
+    gradient = {"x_ptr": "*bf16", "z_ptr": "*bf16", "grad_ptr": "*fp32", "order_ptr": "*i32", "edges_ptr": "*i32"}
+    parts = {"parts_ptr": "*fp32", "z_ptr": "*bf16", "tiles_ptr": "*i32", "scale_ptr": "*fp32", "ranks_ptr": "*i32"}
+    columns = {name: value for name, value in ACCUMULATE.items() if name.startswith("B")}
+    table = {"E": 33, "BE": 64, "BM": 64}
+    pointers = {"edges_ptr": "*i32", "tiles_ptr": "*i32"}
+    cases = [Case("linear.multi_lora_kernels", "tile_table_kernel", pointers, table, 4, architectures=HOPPER)]
+    for BM in (64, 128):
+        shape, warps = {"R": 64, "BM": BM}, BM // 16
+        cases.append(case("sum_parts_kernel", parts, "T num_adapters rank", shape | {"PIECES": 4}, 1))
+        for one in ("r", "k"):
+            fixed = shape | {"PIECE": PIECE, "BK": SHRINK["BK"], "EVEN": True, f"stride_w{one}": 1}
+            sizes = "T num_adapters K rank stride_x stride_wr stride_wk"
+            cases.append(case("shrink_kernel", product, sizes, fixed, warps))
+        for one, onto in (("r", {"onto_ptr": "*bf16"}), ("n", {})):
+            fixed = shape | EXPAND | {"BR": 64, "FULL_RANK": True, "IN_PLACE": bool(onto), f"stride_w{one}": 1}
+            fixed |= {} if onto else {"onto_ptr": None}
+            sizes = "num_adapters N rank stride_wn stride_wr"
+            cases.append(case("expand_kernel", added | onto, sizes, fixed, warps))
+    for one in ("r", "c"):
+        fixed = {"R": 64, "FULL": True, f"stride_{one}": 1} | columns
+        sizes = "C rank stride_x stride_c stride_r"
+        cases.append(case("accumulate_kernel", gradient, sizes, fixed, ACCUMULATE["num_warps"]))
+    return cases
 
 
 def moe_cases() -> list[Case]:
@@ -135,6 +205,82 @@ def moe_cases() -> list[Case]:
         constants = {"E": E, "BE": 1 << (E - 1).bit_length(), "SLOTS": k, "BS": k, "RENORMALIZE": True}
         cases.append(Case("moe", "route_kernel", route, constants, num_warps, architectures=HOPPER))
     return cases
+
+
+def grouped_cases() -> list[Case]:
+    """Of the experts in training and in fp8, at K3's sizes."""
+    import torch
+
+    from k3kernels.moe import fp8, grouped, pairs
+    from k3kernels.moe.grouped_kernels import gated_gradient_kernel
+
+    kinds = dict.fromkeys(("tiles_ptr", "edges_ptr", "order_ptr", "inverse_ptr"), "*i32")
+    scales = ("x_scale_ptr", "w_scale_ptr", "w1_scale_ptr", "w3_scale_ptr", "scale_ptr")
+    wide = ("weights_ptr", "parts_ptr", "grad_weights_ptr", *scales)
+    kinds |= dict.fromkeys(wide, "*fp32") | dict.fromkeys(("beta", "linear_beta"), "fp32")
+    kinds |= dict.fromkeys(("F", "R", "N", "K", "stride_x", "num_pairs", "max_tiles"), "i32")
+    shape = {"E": 112, "SLOTS": 16, "KIND": 2, "INTERPRETED": False}
+
+    def case(module, kernel, num_warps: int = 4, num_stages: int = 3, stack_bytes: int = 0, own=None, **values) -> Case:
+        values = {name: value for name, value in (shape | values).items() if name in kernel.arg_names}
+        given = kinds | (own or {})
+        arguments = {name: given.get(name, "*bf16") for name in kernel.arg_names if name not in values}
+        widths = tuple(name for name in ("F", "R", "N", "K", "stride_x") if name in arguments)
+        name = module.__name__.removeprefix("k3kernels.")
+        return Case(name, kernel.__name__, arguments, values, num_warps, num_stages, widths, HOPPER, stack_bytes)
+
+    def tiled(kernel, tile, dtype: str, blocks: dict[str, tuple[int, int]], stack_bytes: int = 0, **values) -> Case:
+        own = {f"{name}_desc": f"tensordesc<{dtype}[{rows},{columns}]>" for name, (rows, columns) in blocks.items()}
+        values |= {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "BAND": tile.band, "FLATTEN": tile.is_flat}
+        if dtype == "bf16":
+            values |= dict.fromkeys(scales)
+        module = importlib.import_module("k3kernels.moe.grouped_kernels")
+        return case(module, kernel, tile.warps, tile.stages, stack_bytes, own, **values)
+
+    cases = []
+    for rows, dtype, tiles in (
+        (146, "bf16", grouped.pick_tiles(146, torch.bfloat16)),
+        (2340, "bf16", grouped.pick_tiles(2340, torch.bfloat16)),
+        (2340, "fp8e4nv", fp8.pick_fp8_tiles(2340)),
+    ):
+        tile = tiles.gated
+        x, w = (tile.rows, tile.depth), (tile.columns, tile.depth)
+        blocks = {"x": x, "w1": w, "w3": w}
+        cases.append(tiled(grouped.gated_rows_kernel, tile, dtype, blocks, KEEPS=dtype == "bf16"))
+        tile = tiles.down
+        x, w = (tile.rows, tile.depth), (tile.columns, tile.depth)
+        blocks = {"x": x, "w": w, "x2": x, "w2": w}
+        cases.append(tiled(grouped.rows_product_kernel, tile, dtype, blocks, TWO=False, OUTER=False))
+        if dtype != "bf16":
+            continue
+        tile = tiles.inputs
+        x, w = (tile.rows, tile.depth), (tile.depth, tile.columns)
+        blocks = {"x": x, "w": w, "x2": x, "w2": w}
+        cases.append(tiled(grouped.rows_product_kernel, tile, dtype, blocks, TWO=True, OUTER=True))
+        tile = tiles.weights
+        blocks = {"y": (tile.depth, tile.rows), "x": (tile.depth, tile.columns)}
+        cases.append(tiled(grouped.weights_gradient_kernel, tile, dtype, blocks))
+        if rows == 2340:  # the activation's values do not all stay in registers: once a tile, behind its products
+            tile = tiles.hidden
+            blocks = {"grad": (tile.rows, tile.depth), "w": (tile.depth, tile.columns)}
+            cases.append(tiled(grouped.hidden_gradient_kernel, tile, dtype, blocks, HIDDEN_STACK_BYTES))
+    module = importlib.import_module("k3kernels.moe.grouped_kernels")
+    block = {"BLOCK": grouped.COLUMNS}
+    sorting = {"experts_ptr": "*i64", "P": "i32", "num_blocks": "i32"}
+    sorting |= dict.fromkeys(("counts_ptr", "firsts_ptr"), "*i32")
+    return [
+        *cases,
+        case(module, grouped.tiles_kernel, BE=128, BM=128, BAND=8, BT=32),
+        case(module, grouped.gated_kernel, **block),
+        case(module, gated_gradient_kernel, **block),
+        *(case(pairs, k, own=sorting, BE=128, BLOCK=128) for k in (pairs.count_pairs_kernel, pairs.place_pairs_kernel)),
+        case(pairs, pairs.scan_counts_kernel, 8, own=sorting, BE=128, STEP=64),
+        case(pairs, pairs.stage_kernel, BLOCK=pairs.COLUMNS),
+        case(pairs, pairs.combine_pairs_kernel, BLOCK=pairs.COLUMNS, WEIGHS=True),
+        case(pairs, pairs.combine_gradient_kernel, BLOCK=pairs.COLUMNS),
+        case(fp8, fp8.stage_fp8_kernel, own={"xs_ptr": "*fp8e4nv"}, BLOCK=4096, MAX=fp8.FP8_MAX),
+        case(fp8, fp8.quantise_rows_kernel, own={"values_ptr": "*fp8e4nv"}, BLOCK=4096, MAX=fp8.FP8_MAX),
+    ]
 
 
 def kda_cases() -> list[Case]:
@@ -379,6 +525,59 @@ def short_conv_train_cases() -> list[Case]:
     return cases
 
 
+def linear_logprob_cases() -> list[Case]:
+    """At K3's vocabulary, and at one that fills no tile."""
+    from k3kernels.linear_logprob.triton import MERGED_ROWS, MERGED_TILES, SLOPE_COLUMNS, TILE
+
+    shape = {"BM": TILE.block_m, "BN": TILE.block_n, "BK": TILE.block_k, "GROUP": TILE.group}
+    shape |= {"FLATTEN": TILE.flatten, "INTERPRETED": False}
+    operands = {"h_desc": f"tensordesc<bf16[{TILE.block_m}, {TILE.block_k}]>"}
+    operands |= {"w_desc": f"tensordesc<bf16[{TILE.block_n}, {TILE.block_k}]>"}
+    written = f"tensordesc<bf16[{TILE.block_m}, {TILE.block_n}]>"
+
+    def case(kernel: str, arguments: dict[str, str], constants: dict[str, object], warps: int = 4, stages: int = 3):
+        widths = tuple(name for name in ("D", "num_words", "stride", "stride_w") if name in arguments)
+        return Case("linear_logprob", kernel, arguments, constants, warps, stages, widths, HOPPER)
+
+    def floats(*names: str) -> dict[str, str]:
+        return dict.fromkeys((f"{name}_ptr" for name in names), "*fp32")
+
+    def tile_case(kernel: str, arguments: dict[str, str], absent: tuple[str, ...], constants: dict[str, object]):
+        stages = TILE.writing_stages if written in arguments.values() else TILE.num_stages
+        constants = shape | constants | dict.fromkeys(absent)
+        return case(kernel, operands | {"token_ptr": "*i64"} | arguments, constants, TILE.num_warps, stages)
+
+    sizes = {"M": "i32", "V": "i32", "D": "i32", "scale": "fp32"}
+    reduced = floats("highest", "total", "chosen") | sizes
+    gradient = {"d_desc": written} | floats("normalizer", "grad") | {"M": "i32", "first": "i32", "num_words": "i32"}
+    gradient |= {"D": "i32", "scale": "fp32", "inverse_temperature": "fp32"}
+    of_entropy = floats("entropy", "grad_entropy")
+    cases = [
+        tile_case("logits_gradient_kernel", gradient, tuple(of_entropy), {}),
+        tile_case("logits_gradient_kernel", gradient | of_entropy, (), {}),
+    ]
+    for even in ({"EVEN_V": True}, {"EVEN_V": False}):
+        cases += [
+            tile_case("reduce_logits_kernel", reduced, ("weighted_ptr", "exps_desc"), even),
+            tile_case("reduce_logits_kernel", reduced | floats("weighted"), ("exps_desc",), even),
+            tile_case("reduce_logits_kernel", reduced | {"exps_desc": written}, ("weighted_ptr",), even),
+        ]
+    merged = floats("highest", "total", "chosen", "logprob", "entropy", "normalizer")
+    merged |= {"M": "i32", "num_tiles": "i32", "scale": "fp32"}
+    block = {"ROWS": MERGED_ROWS, "TILES": MERGED_TILES}
+    aligned = {"exps_ptr": "*bf16", "token_ptr": "*i64"} | floats("highest", "unit")
+    aligned |= {"M": "i32", "V": "i32", "num_tiles": "i32", "stride": "i32", "scale": "fp32"}
+    slope = floats("sums", "unit", "normalizer", "logprob") | dict.fromkeys(("w_ptr", "out_ptr"), "*bf16")
+    slope |= {"token_ptr": "*i64", "V": "i32", "D": "i32", "stride_w": "i32", "inverse_temperature": "fp32"}
+    return [
+        *cases,
+        case("merge_kernel", merged, block | {"weighted_ptr": None}),
+        case("merge_kernel", merged | floats("weighted"), block),
+        case("align_kernel", aligned, {"BN": TILE.block_n, "TILES": 1024}),
+        case("hidden_slope_kernel", slope, {"BLOCK": SLOPE_COLUMNS, "INTERPRETED": False}),
+    ]
+
+
 @cache
 def modules_with_kernels() -> dict[str, ModuleType]:
     """By the name that a case gives: `op` for k3kernels.op.triton, else the path below the package."""
@@ -402,7 +601,7 @@ def kernels_of(module: ModuleType) -> set[str]:
 def kernels_of_the_package() -> set[str]:
     """module.kernel of every function that is launched."""
     found = {f"{short}.{name}" for short, module in modules_with_kernels().items() for name in kernels_of(module)}
-    return {name for name in found if not name.startswith("attn_res.triton_kernels.")}  # re-exported
+    return {name for name in found if ".triton_kernels." not in name}  # re-exported
 
 
 def compile_case(case: Case, architecture: int, folder: Path) -> dict[str, object]:
@@ -569,7 +768,15 @@ def test_a_cuda_source_that_does_not_compile_says_where(tmp_path: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    cases = [*xor_compact_cases(), *linear_cases(), *moe_cases(), *kda_cases(), *kda_chunk_cases(), *kda_step_cases()]
+    cases = [
+        *xor_compact_cases(),
+        *linear_cases(),
+        *moe_cases(),
+        *grouped_cases(),
+        *kda_cases(),
+        *kda_chunk_cases(),
+        *kda_step_cases(),
+    ]
     cases += [
         *mla_cases(),
         *norm_cases(),
@@ -577,6 +784,7 @@ def main(folder: Path) -> None:
         *situ_cases(),
         *short_conv_cases(),
         *short_conv_train_cases(),
+        *linear_logprob_cases(),
     ]
     found = [compile_case(case, architecture, folder) for case in cases for architecture in case.architectures]
     result = {"kernels": sorted(kernels_of_the_package()), "found": found}

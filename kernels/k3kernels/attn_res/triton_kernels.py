@@ -120,11 +120,11 @@ def _now(x, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _row_at(r, ptrs, at_bank, at_last):  # type: ignore[no-untyped-def]
-    """Address in row r; the last row has a stride of its own."""
-    if r == len(ptrs) - 1:
-        return ptrs[r] + at_last
-    return ptrs[r] + at_bank
+def _row_at(ptr, at_bank, at_last, IS_LAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Address in a row; the last row has a stride of its own."""
+    if IS_LAST:
+        return ptr + at_last
+    return ptr + at_bank
 
 
 @triton.jit
@@ -300,7 +300,7 @@ def _load_block(  # type: ignore[no-untyped-def]
     at, at_last = t * UNIT * stride + columns, t * UNIT * last_stride + columns
     rows = ()
     for r in tl.static_range(len(row_ptrs)):
-        rows = rows + (tl.load(_row_at(r, row_ptrs, at, at_last), mask=is_in, other=0.0, eviction_policy=POLICY),)
+        rows = rows + (tl.load(_row_at(row_ptrs[r], at, at_last, r == len(row_ptrs) - 1), mask=is_in, other=0.0, eviction_policy=POLICY),)
     return rows, tl.load(grad_ptr + (t * D + columns), mask=is_in, other=0.0)
 
 
@@ -442,7 +442,7 @@ def attn_res_gradient_kernel(  # type: ignore[no-untyped-def]
                 if grad_row_ptrs[r] is not None:
                     grad_row = probs[r] * grad_mix + along_query[r] * query - along_row[r] * _wide(xs[r], INTERPRETED)
                     tl.store(
-                        _row_at(r, grad_row_ptrs, at, at_last),
+                        _row_at(grad_row_ptrs[r], at, at_last, r == R - 1),
                         _round_to(grad_row, grad_row_ptrs[r].dtype.element_ty, INTERPRETED),
                         mask=is_in,
                         eviction_policy="evict_first",

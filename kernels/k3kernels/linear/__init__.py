@@ -1,4 +1,4 @@
-"""Batch-invariant x W^T, and LoRA pairs above it, an adapter a row."""
+"""Batch-invariant x W^T, and LoRA pairs above it, an adapter a row; `multi_lora.py` has those with gradients."""
 
 from __future__ import annotations
 

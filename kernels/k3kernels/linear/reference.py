@@ -3,6 +3,8 @@ whatever order its BLAS takes, so that only `triton.py` keeps a row's bits in ba
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -33,3 +35,53 @@ def lora_branch(
         addend_mN = scale_a[a].to(wide) * linear(z_mr, B_aNr[a], wide)
         out_MN[rows] = (onto_MN[rows].to(wide) + addend_mN).to(onto_MN.dtype)
     return out_MN
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """adapter_T: each row's adapter, an integer; any that is not in 0..num_adapters-1 is none."""
+
+    adapter_T: Tensor
+    num_adapters: int
+
+
+def multi_lora_reference(
+    x_TI: Tensor,
+    W_OI: Tensor,
+    A_nrI: Tensor,
+    B_nOr: Tensor,
+    scale_n: Tensor,
+    rows: AdapterRows,
+    ranks_n: Tensor | None = None,
+) -> Tensor:
+    """x W^T, rounded to x's type, and on it each row's adapter. Differentiable."""
+    return multi_lora_onto_reference(linear(x_TI, W_OI), x_TI, A_nrI, B_nOr, scale_n, rows, ranks_n)
+
+
+def multi_lora_onto_reference(
+    onto_TO: Tensor,
+    x_TI: Tensor,
+    A_nrI: Tensor,
+    B_nOr: Tensor,
+    scale_n: Tensor,
+    rows: AdapterRows,
+    ranks_n: Tensor | None = None,
+) -> Tensor:
+    """onto + z B_a^T with z = scale_a x A_a^T, for each row's adapter a. Differentiable.
+
+    A and B are rounded to x's type, and without what lies above an adapter's rank. z is rounded to x's type, and so is
+    the sum, which is at least fp32.
+    """
+    wide = at_least_fp32(x_TI.dtype)
+    if ranks_n is not None:
+        is_in_nr = torch.arange(A_nrI.shape[1], device=ranks_n.device) < ranks_n[:, None]
+        A_nrI = torch.where(is_in_nr[:, :, None], A_nrI, 0)
+        B_nOr = torch.where(is_in_nr[:, None, :], B_nOr, 0)
+    A_nrI, B_nOr = A_nrI.to(x_TI.dtype), B_nOr.to(x_TI.dtype)
+    y_TO = onto_TO
+    for a in range(rows.num_adapters):
+        of_a = (rows.adapter_T == a).nonzero(as_tuple=True)[0]
+        z_tr = (scale_n[a].to(wide) * linear(x_TI[of_a], A_nrI[a], wide)).to(x_TI.dtype)
+        sum_tO = onto_TO[of_a].to(wide) + linear(z_tr, B_nOr[a], wide)
+        y_TO = y_TO.index_copy(0, of_a, sum_tO.to(onto_TO.dtype))
+    return y_TO

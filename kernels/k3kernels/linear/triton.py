@@ -4,7 +4,8 @@ The order is set by K alone: one program walks K from 0 up with one fp32 accumul
 bf16 a program has a multiple of 64 rows, so that a step is a tensor-core instruction of 16 products an element (on sm_90
 m64nSk16), whose sums do not depend on its width S = SLICE; wider tiles are PARTS accumulators of SLICE columns each. fp32
 ("ieee") is one fused multiply-add a k, in order, in any tile. So `pick_tile` may take the rows' number into account
-(kernels/bench/check_linear_moe.py compares its choices bit by bit).
+(kernels/bench/check_linear_moe.py compares its choices bit by bit), and many rows go to `persistent.py`
+(kernels/bench/bench_invariant.py).
 
 The result is rounded once, to the output's type. Grouped rows, each with the matrix of its group (an adapter, an
 expert), are bucketed on the device: nothing here waits for it, and a CUDA graph can hold all of it.
@@ -369,9 +370,13 @@ def launch_options(tile: Tile, K: int) -> dict[str, int | bool]:
 
 def multiply(x_MK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype | None = None, tile: Tile | None = None) -> Tensor:
     """`reference.linear` without autograd; the same bits for a row in every batch. Raises ValueError for other types."""
+    from k3kernels.linear import persistent  # it takes its sums' order, and other things, from here
+
     check_types(x_MK, weight_NK)
     (M, K), N = x_MK.shape, weight_NK.shape[0]
     x_MK, weight_NK = rows_of(x_MK), rows_of(weight_NK)
+    if tile is None and persistent.is_for(x_MK, weight_NK, out_dtype or x_MK.dtype):
+        return persistent.multiply(x_MK, weight_NK, out_dtype or x_MK.dtype)
     y_MN = torch.empty(M, N, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
     if M == 0:
         return y_MN

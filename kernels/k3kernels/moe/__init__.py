@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from k3kernels.dispatch import uses_kernel
+from k3kernels.dispatch import is_batch_invariant, uses_kernel
 from k3kernels.moe import eager, reference
 from k3kernels.moe.matrices import NO_LORA as NO_LORA
 from k3kernels.moe.matrices import ExpertLora as ExpertLora
@@ -14,6 +16,8 @@ from k3kernels.moe.matrices import LoraPair as LoraPair
 from k3kernels.moe.matrices import Matrices as Matrices
 from k3kernels.moe.matrices import PackedMatrices as PackedMatrices
 from k3kernels.two_forms import forward_and_gradient
+
+FEW_ROWS = 16  # of an expert on average, up to which matrices are streamed through small tiles
 
 
 def route(
@@ -48,16 +52,34 @@ def moe_experts(
     situ_betas: tuple[float, float | None] | None,
     lora: ExpertLora = NO_LORA,
 ) -> Tensor:
-    """See the reference. The kernel takes stacked matrices without LoRA; others are computed eagerly."""
+    """See the reference.
+
+    On a GPU in bf16, matrices that are trained, and LoRA pairs above stored ones, are multiplied in kernels forward and
+    backward (`train`, `frozen`). Where bits must not depend on the batch, the forward pass is `triton`'s, which takes
+    stacked matrices without LoRA. What no kernel takes is computed eagerly.
+    """
     matrices = (w1_EFR, w3_EFR, w2_ERF)
-    if not uses_kernel(x_TR) or lora != NO_LORA or not all(isinstance(w, Tensor) for w in matrices):
-        return eager.moe_experts(x_TR, experts_Tk, weights_Tk, *matrices, situ_betas, lora)
-    from k3kernels.moe import triton
+    is_stacked = all(isinstance(w, Tensor) for w in matrices)
+    inputs = (x_TR, experts_Tk, weights_Tk, *matrices, situ_betas)
+    if not uses_kernel(x_TR) or (is_batch_invariant() and not (is_stacked and lora == NO_LORA)):
+        return eager.moe_experts(*inputs, lora)
+    from k3kernels.moe import frozen, train, triton  # where there is no GPU, Triton need not be installed
 
-    def form(run: object, x: Tensor, weights: Tensor, *matrices: Tensor) -> Tensor:
-        assert callable(run)
-        out: Tensor = run(x, experts_Tk, weights, *matrices, situ_betas)
-        return out
+    if is_batch_invariant():
 
-    forms = (partial(form, triton.moe_experts), partial(form, eager.moe_experts))
-    return forward_and_gradient(*forms, x_TR, weights_Tk, *(w for w in matrices if isinstance(w, Tensor)))
+        def form(run: Callable[..., Tensor], x: Tensor, weights: Tensor, *matrices: Tensor) -> Tensor:
+            return run(x, experts_Tk, weights, *matrices, situ_betas)
+
+        gradient = train.moe_experts_train if train.takes(*matrices) else eager.moe_experts
+        forms = (partial(form, triton.moe_experts), partial(form, gradient))
+        return forward_and_gradient(*forms, x_TR, weights_Tk, *(w for w in matrices if isinstance(w, Tensor)))
+    if is_stacked and lora == NO_LORA:
+        has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (x_TR, weights_Tk, *matrices))
+        if not has_gradient and experts_Tk.numel() <= FEW_ROWS * w1_EFR.shape[0]:
+            return triton.moe_experts(*inputs)
+        if train.takes(*matrices):
+            return train.moe_experts_train(*inputs)
+    are_trained = torch.is_grad_enabled() and any(isinstance(w, Tensor) and w.requires_grad for w in matrices)
+    if not are_trained and frozen.takes(x_TR, matrices):
+        return frozen.moe_experts_frozen(*inputs, lora)
+    return eager.moe_experts(*inputs, lora)

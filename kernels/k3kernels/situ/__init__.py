@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from k3kernels.dispatch import uses_kernel
 from k3kernels.situ.eager import situ as situ
-from k3kernels.two_forms import forward_and_gradient
 
 Betas = tuple[float, float | None] | None
 """SiTU's (beta, linear_beta); None is SiLU."""
@@ -18,10 +15,9 @@ Betas = tuple[float, float | None] | None
 def gated_activation(gate_TF: Tensor, up_TF: Tensor, situ_betas: Betas) -> Tensor:
     if not uses_kernel(gate_TF):
         return _eager(gate_TF, up_TF, situ_betas)
-    from k3kernels.situ import triton  # where there is no GPU, Triton need not be installed
+    from k3kernels.situ.train import gated_activation_train  # where there is no GPU, Triton need not be installed
 
-    forms = (partial(triton.gated_activation, situ_betas=situ_betas), partial(_eager, situ_betas=situ_betas))
-    return forward_and_gradient(*forms, gate_TF, up_TF)
+    return gated_activation_train(gate_TF, up_TF, situ_betas)
 
 
 def _eager(gate_TF: Tensor, up_TF: Tensor, situ_betas: Betas) -> Tensor:

@@ -1,0 +1,153 @@
+"""Routed experts whose matrices are not trained, stored as MXFP4 or bf16, with LoRA pairs that are: forward and backward.
+
+The second factor of a pair is multiplied in the product's own accumulator, its scale folded in, so y is rounded once with
+both. Kept for the backward pass are gate, up and x A^T. A pair's weight is applied to h rather than to its result's
+gradient, as in `train`: grad . (w2 h) = (w2^T grad) . h gives the weight's gradient without the result's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from k3kernels.moe import grouped, packed
+from k3kernels.moe.matrices import NO_LORA, ExpertLora, Matrices
+from k3kernels.moe.packed import DEPTH, LowRank
+from k3kernels.moe.pairs import Pairs, combine, of_pairs, sort_pairs, stage, unstage
+
+Betas = tuple[float, float | None] | None
+
+
+def takes(x_TR: Tensor, matrices: Sequence[Matrices]) -> bool:
+    """Whether `moe_experts_frozen` can run: bf16 on Hopper, widths multiples of packed.WIDE."""
+    return x_TR.dtype == torch.bfloat16 and packed.takes(matrices)
+
+
+def moe_experts_frozen(
+    x_TR: Tensor,
+    experts_Tk: Tensor,
+    weights_Tk: Tensor,
+    w1_EFR: Matrices,
+    w3_EFR: Matrices,
+    w2_ERF: Matrices,
+    situ_betas: Betas,
+    lora: ExpertLora = NO_LORA,
+    products_of: Callable[[Pairs], packed.Products] = packed.Products.of,
+) -> Tensor:
+    """`reference.moe_experts` [T, R], bf16, with the gradients of x, the weights and LoRA's factors, none of the matrices.
+
+    The three are stored alike. A slot with an expert below 0 adds nothing, a token with one beyond E becomes NaN. LoRA's
+    factors are rounded to bf16, B after it is scaled; their gradients are sums in fp32, rounded to bf16 once.
+    """
+    pairs = sort_pairs(experts_Tk, w1_EFR.shape[0])
+    factors = [x for pair in lora for x in ((None, None) if pair is None else (pair.A_ErI, pair.B_EOr))]
+    scales = [0.0 if pair is None else pair.scale for pair in lora]
+    matrices, products = (w1_EFR, w3_EFR, w2_ERF), products_of(pairs)
+    out: Tensor = _Experts.apply(x_TR, weights_Tk, *factors, matrices, scales, pairs, products, situ_betas)
+    return out
+
+
+class _Pair:
+    """One LoRA pair in x's type, its rank padded with zeros: z = x A^T, and y has z B^T added, B scaled."""
+
+    def __init__(
+        self, A_ErI: Tensor, B_EOr: Tensor, scale: float, padded_rank: int, like: Tensor, pairs: Pairs
+    ) -> None:
+        self.rank, self.scale, self.pairs = A_ErI.shape[1], scale, pairs
+        missing = padded_rank - self.rank
+        self.A = F.pad(A_ErI.to(like.dtype), (0, 0, 0, missing))
+        self.B = F.pad((B_EOr * scale).to(like.dtype), (0, missing))
+
+    def down(self, x_PI: Tensor) -> Tensor:
+        return grouped.torch_product(x_PI, self.A, self.pairs)
+
+    def up_gradient(self, grad_y_PO: Tensor) -> Tensor:
+        """z's gradient."""
+        return grouped.torch_inputs_gradient(grad_y_PO, self.B, self.pairs)
+
+    def factors_gradient(self, grad_y: Tensor, z: Tensor, grad_z: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of A and B, fp32; zeros where an expert has no rows."""
+        grad_A = grouped.torch_weights_gradient(grad_z, x, self.pairs)[:, : self.rank].float()
+        grad_B = grouped.torch_weights_gradient(grad_y, z, self.pairs)[..., : self.rank].float()
+        is_empty = (self.pairs.edges.diff() == 0).view(-1, 1, 1)
+        return grad_A.masked_fill_(is_empty, 0), grad_B.mul_(self.scale).masked_fill_(is_empty, 0)
+
+
+def _stack(
+    factors: Sequence[Tensor | None], scales: Sequence[float], shape: Sequence[int], like: Tensor, pairs: Pairs
+) -> list[_Pair]:
+    """The pairs above a stack of matrices of one shape (E, out, in), A and B of each in turn: none, or one for each, of
+    zeros where a matrix has none."""
+    As, Bs = factors[::2], factors[1::2]
+    ranks = [A.shape[1] for A in As if A is not None]
+    if not ranks:
+        return []
+    E, outer, inner = shape
+    padded = -(-max(ranks) // DEPTH) * DEPTH
+    return [
+        _Pair(
+            like.new_zeros(E, 1, inner) if A is None else A,
+            like.new_zeros(E, outer, 1) if B is None else B,
+            *(scale, padded, like, pairs),
+        )
+        for A, B, scale in zip(As, Bs, scales, strict=True)
+    ]
+
+
+def _above(stack: list[_Pair], zs: Sequence[Tensor]) -> LowRank | None:
+    return LowRank(zs, [pair.B for pair in stack]) if stack else None
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weights, A1, B1, A3, B3, A2, B2, matrices, scales, pairs, products, betas):  # type: ignore[no-untyped-def]
+        w1, w3, w2 = matrices
+        wide = _stack((A1, B1, A3, B3), scales[:2], w1.shape, x, pairs)
+        down = _stack((A2, B2), scales[2:], w2.shape, x, pairs)
+        rows = stage(x, pairs) if wide else x
+        zs = [pair.down(rows) for pair in wide]
+        gate, up = products.product(rows, (w1, w3), _above(wide, zs), gathers=not wide)
+        del rows
+        h = grouped.activate(gate, up, pairs, betas)
+        (ys,) = products.product(h, (w2,), _above(down, [pair.down(h) for pair in down]))
+        ctx.save_for_backward(x, weights, gate, up, A1, B1, A3, B3, A2, B2, *zs)
+        ctx.rest = matrices, scales, pairs, products, betas
+        return combine(ys, weights, pairs)
+
+    @staticmethod
+    def backward(ctx, grad_TR):  # type: ignore[no-untyped-def]
+        x, weights, gate, up, *kept = ctx.saved_tensors
+        factors, zs = kept[:6], kept[6:]
+        (w1, w3, w2), scales, pairs, products, betas = ctx.rest
+        grads: list[Tensor | None] = [None] * 6  # of A1, B1, A3, B3, A2, B2
+
+        def back(stack, grad_ys, gathers, matrices):  # type: ignore[no-untyped-def]
+            """The gradients of z, and of the rows that went into the stack."""
+            grad_zs = [pair.up_gradient(y) for pair, y in zip(stack, grad_ys, strict=bool(stack))]
+            low_rank = LowRank(grad_zs, [pair.A for pair in stack]) if stack else None
+            return grad_zs, products.inputs_gradient(grad_ys, matrices, low_rank, gathers)
+
+        down = _stack(factors[4:], scales[2:], w2.shape, x, pairs)
+        grad_rows = stage(grad_TR, pairs) if down else grad_TR.contiguous()
+        grad_zs, grad_h = back(down, [grad_rows], not down, (w2,))
+        hidden = grouped.activate_backward(grad_h, weights, gate, up, pairs, betas)
+        del grad_h
+        h = hidden.weighted_h_PF
+        for pair, grad_z in zip(down, grad_zs, strict=True):
+            grads[4:] = pair.factors_gradient(grad_rows, pair.down(h), grad_z, h)
+        del grad_rows, h
+
+        wide = _stack(factors[:4], scales[:2], w1.shape, x, pairs)
+        grad_ys = [hidden.gate_PF, hidden.up_PF]
+        grad_zs, grad_xs = back(wide, grad_ys, False, (w1, w3))
+        grad_x = unstage(grad_xs, pairs) if ctx.needs_input_grad[0] else None
+        del grad_xs
+        rows = stage(x, pairs) if wide else x
+        for i, (pair, y, z, grad_z) in enumerate(zip(wide, grad_ys if wide else (), zs, grad_zs, strict=True)):
+            grads[2 * i : 2 * i + 2] = pair.factors_gradient(y, z, grad_z, rows)
+        wanted = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[2:8], strict=True)]
+        grad_weights = of_pairs(hidden.weights_P, pairs).to(weights.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weights, *wanted, None, None, None, None, None
