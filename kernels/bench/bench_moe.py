@@ -6,8 +6,8 @@
 Latent width 3584, inner width 3072, SiTU, bf16; every gradient. `run` measures forward, forward and backward, and forward
 in fp8; torch's forms are those of `moe_torch.py`. Routes are drawn with equal chances or with those of Zipf's law.
 `--lengths 1024,4096` measures a part and leaves the rest of the file; `--only ours,torch` chooses; `--sections` too;
-`--products` says which of our five products are torch's (`gated,weights`, or `all`) or have the activation apart (`hidden=apart`); `--profile 4096` prints the kernels of
-our forward and backward; `--dry` runs it all on a CPU at toy sizes, without figures worth reading.
+`--products` says which of our five products are torch's (`gated,weights`, or `all`); `--profile 4096` prints the kernels
+of our forward and backward; `--dry` runs it all on a CPU at toy sizes, without figures worth reading.
 
 `parts` times each product alone, in several tiles, beside torch's; `--tile 128,256,64,8,4` (rows, columns, depth, warps,
 stages, and optionally band, is_persistent, is_flat) adds one.
@@ -36,7 +36,7 @@ from moe_inputs import BETAS, K3, NAMES, TOY, UNIFORM, ZIPF, Exact, Inputs, Size
 from side_by_side import OURS, Case, Results, Row, attempt, numbers, print_table, violations
 from torch import Tensor
 
-from k3kernels.moe.grouped import TORCH, Products, Tiles, ours_apart, pick_tiles
+from k3kernels.moe.grouped import TORCH, Products, Tiles, pick_tiles
 from k3kernels.moe.train import moe_experts_train
 
 FORWARD, BOTH, FP8 = "forward", "forward+backward", "fp8 forward"
@@ -53,7 +53,7 @@ LIMITS = dict.fromkeys(("out", *(f"d{name}" for name in NAMES)), LIMIT) | {"fp8 
 class Choice:
     """Our products and tiles: None is what the op would pick."""
 
-    products: Products
+    products: Products | None
     tiles: Tiles | None
 
 
@@ -186,18 +186,13 @@ class Bench:
         print_profile(partial(forward_and_backward, run, inputs.as_leaves()))
 
 
-def chosen_products(text: str, tiles: Tiles) -> Products:
-    """text: `gated,weights` are torch's, `hidden=apart` ours with its activation apart; `all` are torch's."""
+def chosen_products(text: str) -> Products | None:
+    """text: `gated,weights` are torch's, `all` of them; none of them is what the op picks."""
     names = [field.name for field in fields(Products)]
     chosen = names if text == "all" else [name for name in text.split(",") if name]
-    forms = {"": TORCH, "torch": TORCH, "apart": ours_apart(tiles)}
-    products = Products()
-    for choice in chosen:
-        name, _, form = choice.partition("=")
-        if name not in names or form not in forms:
-            raise ValueError(f"--products {text} is not made of {', '.join(names)}, with =torch or =apart")
-        products = replace(products, **{name: getattr(forms[form], name)})
-    return products
+    if set(chosen) - set(names):
+        raise ValueError(f"--products {text} is not made of {', '.join(names)}")
+    return replace(Products(), **{name: getattr(TORCH, name) for name in chosen}) if chosen else None
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
@@ -211,7 +206,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         tiles = moe_parts.TOY_TILES
     elif arguments.tile:
         tiles = moe_parts.with_tile(pick_tiles(1 << 12, torch.bfloat16), arguments.tile)
-    choice = Choice(chosen_products(arguments.products, tiles or pick_tiles(1 << 12, torch.bfloat16)), tiles)
+    choice = Choice(chosen_products(arguments.products), tiles)
     config: dict[str, object] = {"experts": sizes.experts, "slots": sizes.slots, "latent": sizes.latent}
     config |= {"width": sizes.width, "repeats": arguments.repeats, "products": arguments.products}
     results = Results(arguments.out or default, describe_machine(), config, ("torch",))

@@ -10,6 +10,7 @@ for 8K tokens, beside torch's grouped GEMM over bf16. A line a check; exit statu
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +65,7 @@ def exact(xs: list[Tensor], ws: list[Tensor], pairs: Pairs, is_transposed: bool,
     for m, w in enumerate(ws):
         x = xs[m if is_transposed else 0].double()
         out = x.new_zeros(len(x), w.shape[2 if is_transposed else 1])
-        for e, (i, j) in enumerate(zip(edges, edges[1:], strict=False)):
+        for e, (i, j) in enumerate(itertools.pairwise(edges)):
             out[i:j] = x[i:j] @ (w[e].double() if is_transposed else w[e].double().T)
             if low is not None:
                 factor = low.factors[m][e].double()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from k3kernels.moe import fp8, grouped
 from k3kernels.moe.grouped import GroupedTile, Scaled, Schedule, Tiles
-from k3kernels.moe.pairs import combine, combine_backward, sort_pairs, stage, unstage
+from k3kernels.moe.pairs import combine, sort_pairs, stage, unstage
 
 PARTS = (
     "glue",
@@ -21,7 +21,6 @@ PARTS = (
     "gated_apart",
     "down",
     "hidden",
-    "hidden_apart",
     "inputs",
     "weights",
     "fp8_gated",
@@ -64,7 +63,6 @@ CANDIDATES = {
     "gated": _GATED_TILES,
     "h_alone": (_NARROW, replace(_NARROW, is_flat=True)),
     "gated_apart": (_WIDE, replace(_WIDE, is_flat=True)),
-    "hidden_apart": (_WIDE, replace(_WIDE, is_flat=True)),
     "fp8_gated": tuple(replace(tile, depth=128) for tile in (*_GATED_TILES[:5], *_GATED_TILES[7:9])),
     "fp8_down": tuple(replace(tile, depth=128) for tile in (*_WIDE_TILES[:5], *_WIDE_TILES[7:9])),
     "down": _WIDE_TILES,
@@ -118,7 +116,6 @@ def measure(inputs: Inputs, parts: list[str], tile: str | None, repeats: int, is
         timed("stage", lambda: stage(inputs.x, pairs))
         timed("combine", lambda: combine(xs, inputs.weights, pairs))
         timed("unstage", lambda: unstage(xs, pairs))
-        timed("combine_backward", lambda: combine_backward(inputs.grad, inputs.weights, pairs, xs))
     gate, up = (torch.randn(T * k, F, device=xs.device, dtype=xs.dtype) for _ in range(2))
     h = grouped.activate(gate, up, pairs, BETAS)
     if "glue" in parts:
@@ -143,21 +140,12 @@ def measure(inputs: Inputs, parts: list[str], tile: str | None, repeats: int, is
     ours: dict[str, tuple[int, Callable[[Schedule, GroupedTile], object]]] = {
         "gated": (2, lambda s, t: grouped.gate_up(xs, inputs.w1, inputs.w3, s, BETAS, t, True)),
         "down": (1, lambda s, t: grouped.rows_product(h, inputs.w2, s, t)),
-        "hidden": (
-            1,
-            lambda s, t: grouped.hidden_gradient(grad, inputs.w2, inputs.weights, gate, up, s, BETAS, t),
-        ),
+        "hidden": (1, lambda s, t: grouped.inputs_gradient(grad, inputs.w2, s, t)),
         "inputs": (2, lambda s, t: grouped.inputs_gradient(gate, inputs.w1, s, t, (up, inputs.w3))),
         "weights": (1, lambda _, t: grouped.weights_gradient(gate, xs, pairs, t)),
     }
     ours["h_alone"] = (2, lambda s, t: grouped.gate_up(xs, inputs.w1, inputs.w3, s, BETAS, t, False))
     ours["gated_apart"] = (2, lambda s, t: activate_two(*(grouped.rows_product(xs, w, s, t) for w in two)))
-    ours["hidden_apart"] = (
-        1,
-        lambda s, t: grouped.activate_backward(
-            grouped.inputs_gradient(grad, inputs.w2, s, t), inputs.weights, gate, up, pairs, BETAS
-        ),
-    )
     if "fp8_gated" in parts or "fp8_down" in parts:
         x8, h8 = fp8.stage_fp8(inputs.x, pairs), fp8.quantise_rows(h, pairs)
         w1, w3, w2 = (fp8.quantise_matrices(w) for w in (inputs.w1, inputs.w3, inputs.w2))

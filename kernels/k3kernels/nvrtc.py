@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 HEADERS = Path(__file__).parent / "cuda"
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from k3kernels.moe import fp8
-from k3kernels.moe.grouped import OURS, GroupedTile, Products, Tiles, ours_apart
-from k3kernels.moe.pairs import combine, combine_backward, sort_pairs, stage, unstage
+from k3kernels.moe.grouped import OURS, GroupedTile, Products, Tiles
+from k3kernels.moe.pairs import combine, sort_pairs, stage, unstage
 from k3kernels.moe.reference import moe_experts as moe_experts_ref
 from k3kernels.moe.train import moe_experts_train
 
@@ -41,7 +41,14 @@ def plain(product: str):
     return run
 
 
-OTHERS = Products(plain("forward"), plain("forward"), plain("inputs"), plain("inputs"), plain("weights"))
+FORWARD, INPUTS = plain("forward"), plain("inputs")
+OTHERS = Products(
+    lambda x, w1, w3, pairs: (FORWARD(x, w1, pairs), FORWARD(x, w3, pairs)),
+    FORWARD,
+    INPUTS,
+    lambda y1, w1, y3, w3, pairs: INPUTS(y1, w1, pairs) + INPUTS(y3, w3, pairs),
+    plain("weights"),
+)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -122,7 +129,6 @@ def poisoned_memory(monkeypatch):
         (11, "dropped", K3, OURS),
         (5, "uniform", None, OTHERS),
         (12, "dropped", K3, OTHERS),
-        (6, "uniform", K3, ours_apart(small_tiles())),
     ],
 )
 def test_the_output_and_every_gradient_are_the_definitions(T, kind, betas, products):
@@ -212,9 +218,9 @@ def test_pairs_lie_by_expert_and_in_the_tokens_order(T, num_experts, max_counted
     assert sorted(order.tolist()) == list(range(T * K))
 
 
-def test_staging_and_combining_and_their_gradients_are_those_of_indexing():
+def test_staging_and_combining_are_those_of_indexing():
     T = 12
-    inputs, experts, grad, ys = draw(T), routes(T, "dropped"), randn(T, R).to(DEVICE), randn(T * K, R).to(DEVICE)
+    inputs, experts, ys = draw(T), routes(T, "dropped"), randn(T * K, R).to(DEVICE)
     pairs = sort_pairs(experts, E)
     places, count = pairs.inverse_P.long().view(T, K), int(pairs.edges[-1])
     has_place, weights = places >= 0, inputs["weights"]
@@ -223,10 +229,6 @@ def test_staging_and_combining_and_their_gradients_are_those_of_indexing():
     of_slots = torch.where(has_place[:, :, None], ys[places.clamp(min=0)], 0)
     torch.testing.assert_close(combine(ys, weights, pairs), (weights[:, :, None] * of_slots).sum(1))
     torch.testing.assert_close(unstage(ys, pairs), of_slots.sum(1))
-    grad_ys, grad_weights = combine_backward(grad, weights, pairs, ys)
-    torch.testing.assert_close(grad_weights, (of_slots * grad[:, None]).sum(2))
-    flat_weights = weights.flatten()[pairs.order_P[:count].long()]
-    assert torch.equal(grad_ys[:count], flat_weights[:, None] * grad[tokens])
 
 
 def test_two_runs_give_the_same_bits():

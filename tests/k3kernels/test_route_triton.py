@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from k3kernels import dispatch, moe
 from k3kernels.moe import reference
 from k3kernels.moe.triton import route
 
@@ -74,3 +76,21 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch():
 def test_more_slots_than_experts_are_refused():
     with pytest.raises(ValueError, match="1 to 4 slots"):
         route(randn(2, 4), randn(4), 5, True, 1.0)
+
+
+def test_a_layer_computed_again_with_its_own_experts_has_the_definitions_gradient(monkeypatch):
+    monkeypatch.setattr(dispatch, "_is_known", lambda _: True)  # kernels, wherever the tensors lie
+    weight, bias, used = randn(6, 8).requires_grad_(), torch.zeros(8, device=DEVICE), []
+
+    def layer(x: Tensor) -> Tensor:
+        experts, weights = moe.route(x @ weight, bias, 3, True, 2.0, used[0] if used else None)
+        used.append(experts)
+        return (weights * torch.arange(3.0, device=DEVICE)).sum()
+
+    x = randn(5, 6)
+    with dispatch.batch_invariant(False):
+        (again,) = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False), weight)
+    assert len(used) == 2
+    _, weights = reference.route(x @ weight, bias, 3, True, 2.0)
+    (want,) = torch.autograd.grad((weights * torch.arange(3.0, device=DEVICE)).sum(), weight)
+    torch.testing.assert_close(again, want)

@@ -300,7 +300,11 @@ def _load_block(  # type: ignore[no-untyped-def]
     at, at_last = t * UNIT * stride + columns, t * UNIT * last_stride + columns
     rows = ()
     for r in tl.static_range(len(row_ptrs)):
-        rows = rows + (tl.load(_row_at(row_ptrs[r], at, at_last, r == len(row_ptrs) - 1), mask=is_in, other=0.0, eviction_policy=POLICY),)
+        rows = rows + (
+            tl.load(
+                _row_at(row_ptrs[r], at, at_last, r == len(row_ptrs) - 1), mask=is_in, other=0.0, eviction_policy=POLICY
+            ),
+        )
     return rows, tl.load(grad_ptr + (t * D + columns), mask=is_in, other=0.0)
 
 

@@ -49,7 +49,7 @@ class Tile:
     block_n: int = 256
     block_k: int = 64
     num_warps: int = 8
-    num_stages: int = 4
+    num_stages: int = 3
     writing_stages: int = 3  # where the tile itself is written, from shared memory too
     group: int = 16
     flatten: bool = True  # loads of the next tile begin before this one is reduced

@@ -1,7 +1,7 @@
 """Routed experts whose matrices are not trained, stored as MXFP4 or bf16, with LoRA pairs that are: forward and backward.
 
 The second factor of a pair is multiplied in the product's own accumulator, its scale folded in, so y is rounded once with
-both. Kept for the backward pass are gate, up and x A^T. A pair's weight is applied to h rather than to its result's
+both. Kept for the backward pass are gate, up, x A^T, and the factors rounded. A pair's weight is applied to h rather than to its result's
 gradient, as in `train`: grad . (w2 h) = (w2^T grad) . h gives the weight's gradient without the result's rows.
 """
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from k3kernels.moe import grouped, packed
+from k3kernels.moe.grouped import GroupedTile
 from k3kernels.moe.matrices import NO_LORA, ExpertLora, Matrices
 from k3kernels.moe.packed import DEPTH, LowRank
 from k3kernels.moe.pairs import Pairs, combine, of_pairs, sort_pairs, stage, unstage
@@ -50,6 +51,9 @@ def moe_experts_frozen(
     return out
 
 
+A_GRADIENT, B_GRADIENT = GroupedTile(64, 256, 64, 4, 3), GroupedTile(128, 64, 64, 4, 3)  # one side is the rank
+
+
 class _Pair:
     """One LoRA pair in x's type, its rank padded with zeros: z = x A^T, and y has z B^T added, B scaled."""
 
@@ -57,9 +61,11 @@ class _Pair:
         self, A_ErI: Tensor, B_EOr: Tensor, scale: float, padded_rank: int, like: Tensor, pairs: Pairs
     ) -> None:
         self.rank, self.scale, self.pairs = A_ErI.shape[1], scale, pairs
-        missing = padded_rank - self.rank
-        self.A = F.pad(A_ErI.to(like.dtype), (0, 0, 0, missing))
-        self.B = F.pad((B_EOr * scale).to(like.dtype), (0, missing))
+        self.dtypes = A_ErI.dtype, B_EOr.dtype
+        self.A = A_ErI.to(like.dtype)
+        self.B = torch.mul(B_EOr, scale, out=torch.empty_like(B_EOr, dtype=like.dtype))
+        if missing := padded_rank - self.rank:
+            self.A, self.B = F.pad(self.A, (0, 0, 0, missing)), F.pad(self.B, (0, missing))
 
     def down(self, x_PI: Tensor) -> Tensor:
         return grouped.torch_product(x_PI, self.A, self.pairs)
@@ -69,11 +75,11 @@ class _Pair:
         return grouped.torch_inputs_gradient(grad_y_PO, self.B, self.pairs)
 
     def factors_gradient(self, grad_y: Tensor, z: Tensor, grad_z: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of A and B, fp32; zeros where an expert has no rows."""
-        grad_A = grouped.torch_weights_gradient(grad_z, x, self.pairs)[:, : self.rank].float()
-        grad_B = grouped.torch_weights_gradient(grad_y, z, self.pairs)[..., : self.rank].float()
-        is_empty = (self.pairs.edges.diff() == 0).view(-1, 1, 1)
-        return grad_A.masked_fill_(is_empty, 0), grad_B.mul_(self.scale).masked_fill_(is_empty, 0)
+        """Of A and B, sums in fp32 rounded to the factors' types; zeros where an expert has no rows."""
+        tiles = (A_GRADIENT, B_GRADIENT) if x.dtype == torch.bfloat16 else [grouped.pick_tiles(0, x.dtype).weights] * 2
+        grad_A = grouped.weights_gradient(grad_z, x, self.pairs, tiles[0], self.dtypes[0])
+        grad_B = grouped.weights_gradient(grad_y, z * self.scale, self.pairs, tiles[1], self.dtypes[1])
+        return grad_A[:, : self.rank], grad_B[..., : self.rank]
 
 
 def _stack(
@@ -113,15 +119,14 @@ class _Experts(torch.autograd.Function):
         del rows
         h = grouped.activate(gate, up, pairs, betas)
         (ys,) = products.product(h, (w2,), _above(down, [pair.down(h) for pair in down]))
-        ctx.save_for_backward(x, weights, gate, up, A1, B1, A3, B3, A2, B2, *zs)
-        ctx.rest = matrices, scales, pairs, products, betas
+        ctx.save_for_backward(x, weights, gate, up, *zs)
+        ctx.rest = matrices, wide, down, pairs, products, betas
         return combine(ys, weights, pairs)
 
     @staticmethod
     def backward(ctx, grad_TR):  # type: ignore[no-untyped-def]
-        x, weights, gate, up, *kept = ctx.saved_tensors
-        factors, zs = kept[:6], kept[6:]
-        (w1, w3, w2), scales, pairs, products, betas = ctx.rest
+        x, weights, gate, up, *zs = ctx.saved_tensors
+        (w1, w3, w2), wide, down, pairs, products, betas = ctx.rest
         grads: list[Tensor | None] = [None] * 6  # of A1, B1, A3, B3, A2, B2
 
         def back(stack, grad_ys, gathers, matrices):  # type: ignore[no-untyped-def]
@@ -130,7 +135,6 @@ class _Experts(torch.autograd.Function):
             low_rank = LowRank(grad_zs, [pair.A for pair in stack]) if stack else None
             return grad_zs, products.inputs_gradient(grad_ys, matrices, low_rank, gathers)
 
-        down = _stack(factors[4:], scales[2:], w2.shape, x, pairs)
         grad_rows = stage(grad_TR, pairs) if down else grad_TR.contiguous()
         grad_zs, grad_h = back(down, [grad_rows], not down, (w2,))
         hidden = grouped.activate_backward(grad_h, weights, gate, up, pairs, betas)
@@ -140,7 +144,6 @@ class _Experts(torch.autograd.Function):
             grads[4:] = pair.factors_gradient(grad_rows, pair.down(h), grad_z, h)
         del grad_rows, h
 
-        wide = _stack(factors[:4], scales[:2], w1.shape, x, pairs)
         grad_ys = [hidden.gate_PF, hidden.up_PF]
         grad_zs, grad_xs = back(wide, grad_ys, False, (w1, w3))
         grad_x = unstage(grad_xs, pairs) if ctx.needs_input_grad[0] else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -17,7 +17,6 @@ from k3kernels.moe.grouped_kernels import (
     gated_gradient_kernel,
     gated_kernel,
     gated_rows_kernel,
-    hidden_gradient_kernel,
     rows_product_kernel,
     tiles_kernel,
     weights_gradient_kernel,
@@ -59,14 +58,17 @@ class Tiles:
     weights: GroupedTile
 
 
+FEW_ROWS = 512  # of an expert on average, up to which a weight's gradient is more bytes than products
+
+
 def pick_tiles(rows_per_expert: int, dtype: torch.dtype) -> Tiles:
     """For an average number of rows of an expert; both the sums' order and so the bits are the same for each."""
     if dtype == torch.float32:
         small = GroupedTile(64, 64, 16, 4, 2)
         return Tiles(small, small, small, small, small)
     gated = GroupedTile(128, 128, 64, 8, 4)
-    rows = GroupedTile(128, 256, 64, 8, 4)
-    weights = GroupedTile(128, 256, 64, 8, 4) if rows_per_expert > 512 else GroupedTile(128, 128, 64, 4, 3)
+    rows = GroupedTile(128, 256, 64, 8, 3)
+    weights = GroupedTile(128, 128, 32, 4, 4) if rows_per_expert <= FEW_ROWS else GroupedTile(128, 256, 32, 8, 4)
     return Tiles(gated, rows, rows, rows, weights)
 
 
@@ -182,35 +184,12 @@ class HiddenGradient:
     weights_P: Tensor
 
 
-def hidden_gradient(
-    grad_PR: Tensor,
-    w2_ERF: Tensor,
-    weights_Tk: Tensor,
-    gate_PF: Tensor,
-    up_PF: Tensor,
-    schedule: Schedule,
-    betas: Betas,
-    tile: GroupedTile,
-) -> HiddenGradient:
-    """grad_PR: the result's gradient, a copy of its row for each pair, not weighted."""
-    (P, R), F = grad_PR.shape, gate_PF.shape[1]
-    grads = torch.empty_like(gate_PF), torch.empty_like(gate_PF), torch.empty_like(gate_PF)
-    parts = torch.empty(triton.cdiv(F, tile.columns), P, dtype=torch.float32, device=grad_PR.device)
-    hidden_gradient_kernel[schedule.grid(tile, F)](
-        _descriptor(grad_PR, tile.rows, tile.depth),
-        _descriptor(w2_ERF, tile.depth, tile.columns),
-        *(weights_Tk.contiguous(), schedule.pairs.order_P, gate_PF, up_PF, *grads, parts),
-        *(schedule.table(tile), schedule.pairs.edges, P, F, R, *_numbers(betas)),
-        KIND=kind_of(betas),
-        **_options(tile),
-    )
-    return HiddenGradient(*grads, parts.sum(0))
-
-
-def weights_gradient(y_PN: Tensor, x_PK: Tensor, pairs: Pairs, tile: GroupedTile) -> Tensor:
-    """[E, N, K]: the sum of y^T x over each expert's rows."""
+def weights_gradient(
+    y_PN: Tensor, x_PK: Tensor, pairs: Pairs, tile: GroupedTile, dtype: torch.dtype | None = None
+) -> Tensor:
+    """[E, N, K] in dtype (none: y's): the sum of y^T x over each expert's rows, zeros where it has none."""
     (P, N), K, E = y_PN.shape, x_PK.shape[1], pairs.num_experts
-    out_ENK = torch.empty(E, N, K, dtype=y_PN.dtype, device=y_PN.device)
+    out_ENK = torch.empty(E, N, K, dtype=dtype or y_PN.dtype, device=y_PN.device)
     if P == 0:
         return out_ENK.zero_()
     num_tiles = E * triton.cdiv(N, tile.rows) * triton.cdiv(K, tile.columns)
@@ -230,17 +209,17 @@ Product = Callable[[Tensor, Tensor, Pairs], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Another grouped GEMM in place of ours, by product as in `Tiles`; where `gated` or `hidden` is one, the activation is
-    a pass of its own. None is ours.
+    """Another grouped GEMM in place of ours, by product as in `Tiles`. None is ours.
 
-    gated and down: (x [P, K], w [E, N, K]) -> x w_e^T [P, N]; hidden and inputs: (y [P, K], w [E, K, N]) -> y w_e;
-    weights: (y [P, N], x [P, K]) -> y^T x [E, N, K]. Rows without an expert may hold anything.
+    gated: (x [P, K], w1, w3 [E, N, K]) -> x w1_e^T and x w3_e^T, and the activation is then a pass of its own; down: (x, w)
+    -> x w_e^T [P, N]; hidden: (y [P, K], w [E, K, N]) -> y w_e; inputs: (y1, w1, y3, w3) -> y1 w1_e + y3 w3_e; weights:
+    (y [P, N], x [P, K]) -> y^T x [E, N, K]. The pairs come last. Rows without an expert may hold anything.
     """
 
-    gated: Product | None = None
+    gated: Callable[[Tensor, Tensor, Tensor, Pairs], Sequence[Tensor]] | None = None
     down: Product | None = None
     hidden: Product | None = None
-    inputs: Product | None = None
+    inputs: Callable[[Tensor, Tensor, Tensor, Tensor, Pairs], Tensor] | None = None
     weights: Product | None = None
 
 
@@ -259,16 +238,14 @@ def torch_weights_gradient(y_PN: Tensor, x_PK: Tensor, pairs: Pairs) -> Tensor:
     return w_ENK
 
 
-def ours_apart(tiles: Tiles) -> Products:
-    """Our products with the activation as a pass of its own."""
-    return Products(
-        gated=lambda x, w, pairs: rows_product(x, w, Schedule(pairs), tiles.down),
-        hidden=lambda y, w, pairs: inputs_gradient(y, w, Schedule(pairs), tiles.inputs),
-    )
-
-
 OURS = Products()
-TORCH = Products(torch_product, torch_product, torch_inputs_gradient, torch_inputs_gradient, torch_weights_gradient)
+TORCH = Products(
+    lambda x, w1, w3, pairs: [torch_product(x, w, pairs) for w in (w1, w3)],
+    torch_product,
+    torch_inputs_gradient,
+    lambda y1, w1, y3, w3, pairs: torch_inputs_gradient(y1, w1, pairs).add_(torch_inputs_gradient(y3, w3, pairs)),
+    torch_weights_gradient,
+)
 
 
 def activate(gate_PF: Tensor, up_PF: Tensor, pairs: Pairs, betas: Betas) -> Tensor:
@@ -288,7 +265,7 @@ def activate(gate_PF: Tensor, up_PF: Tensor, pairs: Pairs, betas: Betas) -> Tens
 def activate_backward(
     grad_PF: Tensor, weights_Tk: Tensor, gate_PF: Tensor, up_PF: Tensor, pairs: Pairs, betas: Betas
 ) -> HiddenGradient:
-    """`hidden_gradient` of a product that was made before."""
+    """grad_PF: the gradient of h for a result that is not weighted."""
     P, F = gate_PF.shape
     grads = torch.empty_like(gate_PF), torch.empty_like(gate_PF), torch.empty_like(gate_PF)
     parts_P = torch.empty(P, dtype=torch.float32, device=grad_PF.device)

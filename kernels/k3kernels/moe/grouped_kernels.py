@@ -354,53 +354,6 @@ def _finish_hidden(  # type: ignore[no-untyped-def]
     return tl.sum(tl.where(is_in, h * grad, 0.0), 1)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "beta", "linear_beta"])
-def hidden_gradient_kernel(  # type: ignore[no-untyped-def]
-    grad_desc,
-    w_desc,
-    weights_ptr,
-    order_ptr,
-    gate_ptr,
-    up_ptr,
-    grad_gate_ptr,
-    grad_up_ptr,
-    h_ptr,
-    parts_ptr,
-    tiles_ptr,
-    edges_ptr,
-    num_pairs,
-    F,
-    R,
-    beta,
-    linear_beta,
-    KIND: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """From the sorted rows of the result's gradient, unweighted: the gradients of gate and up, and weight h.
-
-    h . (w2_e^T grad) is the gradient of a pair's weight; a block of columns leaves its part of it in parts [blocks, P].
-    """
-    num_n = tl.cdiv(F, BN)
-    num_work = tl.load(tiles_ptr) * num_n
-    for work in tl.range(tl.program_id(0), num_work, tl.num_programs(0), flatten=FLATTEN):
-        expert, row, end, block = _place(tiles_ptr, edges_ptr, work, num_n, BM)
-        column = block * BN
-        sums = tl.zeros([BM, BN], tl.float32)
-        sums = _rows_product(grad_desc, w_desc, sums, row, expert * R, column, R, BK, True, INTERPRETED)
-        ptrs = weights_ptr, order_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, h_ptr
-        pieces = _quarters(sums)
-        part = tl.zeros([BM], tl.float32)
-        for i in tl.static_range(4):
-            piece = column + i * (BN // 4)
-            part += _finish_hidden(pieces[i], *ptrs, row, end, piece, F, beta, linear_beta, KIND, INTERPRETED)
-        rows = row + tl.arange(0, BM)
-        tl.store(parts_ptr + block.to(tl.int64) * num_pairs + rows, part, mask=rows < end)
-
-
 @triton.jit
 def weights_gradient_kernel(  # type: ignore[no-untyped-def]
     y_desc,
@@ -491,7 +444,7 @@ def gated_gradient_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """What `hidden_gradient_kernel` does with its product, of a product [P, F] that was made before."""
+    """A row of h's gradient, of a result that is not weighted: see `_finish_hidden`."""
     row = tl.program_id(0)
     end = tl.load(edges_ptr + E)
     if row >= end:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from k3kernels.linear.triton import max_tiles
+from k3kernels.moe import grouped
 from k3kernels.moe.matrices import Matrices, PackedMatrices
 from k3kernels.moe.pairs import Pairs
 from k3kernels.nvrtc import CudaSource, load
@@ -120,6 +121,17 @@ class Products:
         for x in tensors:
             assert x is None or (isinstance(x, Tensor) and x.is_contiguous()), x
         kernel(grid, [*tensors, self.tiles.shape[0], outer, inner, len(matrices), rank])
+
+
+def in_training(pairs: Pairs) -> grouped.Products:
+    """For `train`, of stacked bf16 matrices; of few rows an expert these tiles leave less unused."""
+    products = Products.of(pairs)
+    return grouped.Products(
+        gated=lambda x, w1, w3, _: products.product(x, (w1, w3)),
+        down=lambda x, w, _: products.product(x, (w,))[0],
+        hidden=lambda y, w, _: products.inputs_gradient([y], (w,)),
+        inputs=lambda y1, w1, y3, w3, _: products.inputs_gradient([y1, y3], (w1, w3)),
+    )
 
 
 def defines(is_packed: bool, is_transposed: bool) -> tuple[tuple[str, int], ...]:

@@ -178,35 +178,6 @@ def combine_pairs_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + token * R + columns, _round_to(total, out_ptr.dtype.element_ty, INTERPRETED), mask=columns < R)
 
 
-@triton.jit
-def combine_gradient_kernel(  # type: ignore[no-untyped-def]
-    grad_ptr,
-    weights_ptr,
-    ys_ptr,
-    inverse_ptr,
-    grad_ys_ptr,
-    grad_weights_ptr,
-    R,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """One pair: grad_ys = weight grad, rounded once, and grad_weight = grad . ys in fp32."""
-    pair = tl.program_id(0).to(tl.int64)
-    place = tl.load(inverse_ptr + pair).to(tl.int64)
-    weight = tl.load(weights_ptr + pair).to(tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, R, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        is_in = (columns < R) & (place >= 0)
-        grad = tl.load(grad_ptr + (pair // SLOTS) * R + columns, mask=is_in, other=0.0).to(tl.float32)
-        y = tl.load(ys_ptr + place * R + columns, mask=is_in, other=0.0).to(tl.float32)
-        total += grad * y
-        grad_y = _round_to(weight * grad, grad_ys_ptr.dtype.element_ty, INTERPRETED)
-        tl.store(grad_ys_ptr + place * R + columns, grad_y, mask=is_in)
-    tl.store(grad_weights_ptr + pair, tl.sum(total, 0))
-
-
 def stage(x_TR: Tensor, pairs: Pairs) -> Tensor:
     """xs [P, R]: the pairs' rows, sorted by expert. Places behind the last expert's are not written."""
     T, R = x_TR.shape
@@ -238,28 +209,6 @@ def combine(ys_PR: Tensor, weights_Tk: Tensor | None, pairs: Pairs) -> Tensor:
             INTERPRETED=INTERPRETED,
         )
     return out_TR
-
-
-def combine_backward(grad_TR: Tensor, weights_Tk: Tensor, pairs: Pairs, ys_PR: Tensor) -> tuple[Tensor, Tensor]:
-    """Of `combine`: grad_ys [P, R] sorted, weight times grad rounded once, and grad_weights [T, k] fp32."""
-    grad_TR = grad_TR.contiguous()
-    R = grad_TR.shape[1]
-    grad_ys_PR = torch.empty_like(ys_PR)
-    grad_weights_Tk = torch.empty(weights_Tk.shape, dtype=torch.float32, device=grad_TR.device)
-    if grad_weights_Tk.numel():
-        combine_gradient_kernel[(grad_weights_Tk.numel(),)](
-            grad_TR,
-            weights_Tk.contiguous(),
-            ys_PR,
-            pairs.inverse_P,
-            grad_ys_PR,
-            grad_weights_Tk,
-            R,
-            SLOTS=pairs.num_slots,
-            BLOCK=COLUMNS,
-            INTERPRETED=INTERPRETED,
-        )
-    return grad_ys_PR, grad_weights_Tk
 
 
 def unstage(grad_xs_PR: Tensor, pairs: Pairs) -> Tensor:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from k3kernels.linear.triton import check_types
-from k3kernels.moe import grouped
-from k3kernels.moe.grouped import OURS, Betas, HiddenGradient, Products, Schedule, Tiles, pick_tiles
+from k3kernels.moe import grouped, packed
+from k3kernels.moe.grouped import OURS, Betas, Products, Schedule, Tiles, pick_tiles
 from k3kernels.moe.pairs import Pairs, combine, of_pairs, sort_pairs, stage, unstage
+
+FEW_ROWS = 256  # of an expert on average: fewer than two tiles of rows, which the narrow tiles of `packed` fit better
 
 
 def takes(*matrices: object) -> bool:
@@ -35,7 +37,7 @@ def moe_experts_train(
     w3_EFR: Tensor,
     w2_ERF: Tensor,
     situ_betas: Betas,
-    products: Products = OURS,
+    products: Products | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """`reference.moe_experts` [T, R] with the gradients of x, weights and the three matrices that require one.
@@ -54,8 +56,12 @@ def moe_experts_train(
         )
     if x_TR.shape[0] == 0 or experts_Tk.shape[1] == 0:
         return x_TR * (0 * (weights_Tk.sum() + sum(w.sum() for w in matrices))).to(x_TR.dtype)
-    tiles = tiles or pick_tiles(experts_Tk.numel() // w1_EFR.shape[0], x_TR.dtype)
+    rows_per_expert = experts_Tk.numel() // w1_EFR.shape[0]
+    tiles = tiles or pick_tiles(rows_per_expert, x_TR.dtype)
     pairs = sort_pairs(experts_Tk, w1_EFR.shape[0])
+    if products is None:
+        few = rows_per_expert <= FEW_ROWS and x_TR.dtype == torch.bfloat16 and packed.takes(matrices)
+        products = packed.in_training(pairs) if few else OURS
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x_TR, weights_Tk, *matrices)):
         return _forward(x_TR, weights_Tk, *matrices, pairs, situ_betas, products, tiles, False)[0]
     out: Tensor = _Experts.apply(x_TR, weights_Tk, *matrices, pairs, situ_betas, products, tiles)
@@ -83,7 +89,7 @@ def _forward(
         gate_PF, up_PF, h_PF = grouped.gate_up(xs_PR, w1_EFR, w3_EFR, schedule, betas, tiles.gated, keeps)
         del xs_PR
     else:
-        gate_PF, up_PF = (products.gated(xs_PR, w, pairs) for w in (w1_EFR, w3_EFR))
+        gate_PF, up_PF = products.gated(xs_PR, w1_EFR, w3_EFR, pairs)
         del xs_PR
         h_PF = grouped.activate(gate_PF, up_PF, pairs, betas)
     if products.down is None:
@@ -116,7 +122,12 @@ class _Experts(torch.autograd.Function):
             return grouped.weights_gradient(y, x, pairs, tiles.weights)
 
         grad_PR = stage(grad_TR, pairs)
-        hidden = _hidden_gradient(grad_PR, w2, weights, gate, up, schedule, ctx.betas, products, tiles)
+        if products.hidden is None:
+            grad_h = grouped.inputs_gradient(grad_PR, w2, schedule, tiles.hidden)
+        else:
+            grad_h = products.hidden(grad_PR, w2, pairs)
+        hidden = grouped.activate_backward(grad_h, weights, gate, up, pairs, ctx.betas)
+        del grad_h
         grad_gate, grad_up = hidden.gate_PF, hidden.up_PF
         grad_w2 = weights_gradient(grad_PR, hidden.weighted_h_PF) if needs_w2 else None
         grad_weights = of_pairs(hidden.weights_P, pairs).to(weights.dtype) if needs_weights else None
@@ -130,23 +141,6 @@ class _Experts(torch.autograd.Function):
             if products.inputs is None:
                 grad_xs = grouped.inputs_gradient(grad_gate, w1, schedule, tiles.inputs, (grad_up, w3))
             else:
-                grad_xs = products.inputs(grad_gate, w1, pairs).add_(products.inputs(grad_up, w3, pairs))
+                grad_xs = products.inputs(grad_gate, w1, grad_up, w3, pairs)
             grad_x = unstage(grad_xs, pairs)
         return grad_x, grad_weights, grad_w1, grad_w3, grad_w2, None, None, None, None
-
-
-def _hidden_gradient(
-    grad_PR: Tensor,
-    w2_ERF: Tensor,
-    weights_Tk: Tensor,
-    gate_PF: Tensor,
-    up_PF: Tensor,
-    schedule: Schedule,
-    betas: Betas,
-    products: Products,
-    tiles: Tiles,
-) -> HiddenGradient:
-    if products.hidden is None:
-        return grouped.hidden_gradient(grad_PR, w2_ERF, weights_Tk, gate_PF, up_PF, schedule, betas, tiles.hidden)
-    grad_PF = products.hidden(grad_PR, w2_ERF, schedule.pairs)
-    return grouped.activate_backward(grad_PF, weights_Tk, gate_PF, up_PF, schedule.pairs, betas)
