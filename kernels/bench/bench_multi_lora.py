@@ -34,7 +34,7 @@ from k3kernels.linear import multi_lora_launch as launch
 PEERS = ("merged", "loop")
 FORWARD, BOTH = "forward", "forward+backward"
 MIXED, GROUPED, ONE = "mixed", "grouped", "one adapter"  # has all rows
-LAST, IN_PRODUCT, SINGLE = "added last", "added in the product", "fp32 adapters"
+SINGLE = "fp32 adapters"
 RESULTS = Path(__file__).parent / "results" / "multi_lora_h200.json"
 # Two roundings to bf16, each 1.7e-3 of a tensor's norm, and some room.
 LIMITS = dict.fromkeys(("y", "x", "A", "B"), 4e-3)
@@ -155,13 +155,7 @@ def our_work(inputs: Inputs, variant: str, grad_TO: Tensor | None) -> Work:
     leaves = leaves_of(inputs)
     if variant == SINGLE:
         leaves |= {name: leaves[name].detach().float().requires_grad_() for name in ("A", "B")}
-    work = as_work(forward, leaves, grad_TO)
-
-    def with_order() -> dict[str, Tensor]:
-        with replaced(op, ADDS_LAST=variant != IN_PRODUCT):
-            return work()
-
-    return with_order
+    return as_work(forward, leaves, grad_TO)
 
 
 def leaves_of(inputs: Inputs) -> dict[str, Tensor]:
@@ -225,7 +219,7 @@ class Bench:
         layout = f"{shape[0]}->{shape[1]} {order}"
         for section in (FORWARD, BOTH):
             floor_ms = self._floor_ms(inputs, section)
-            for peer, variant in (("merged", ""), ("loop", ""), (OURS, LAST), (OURS, IN_PRODUCT), (OURS, SINGLE)):
+            for peer, variant in (("merged", ""), ("loop", ""), (OURS, ""), (OURS, SINGLE)):
                 blank = Row(Case(section, T, layout), peer, variant, floor_ms=floor_ms)
                 self.results.add(attempt(blank, partial(self._measure, inputs)))
 

@@ -33,7 +33,7 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, W, A, B, z = ctx.saved_tensors
         needs_x, needs_W, needs_A, needs_B, _ = ctx.needs_input_grad
-        grad_z = (grad @ B).mul_(ctx.scale) if needs_x or needs_A else None
+        grad_z = (grad @ B).mul_(ctx.scale)
         grad_x = (grad @ W).addmm_(grad_z, A) if needs_x else None
         grad_W = grad.T @ x if needs_W else None
         grad_A = _wide_mm(grad_z.T, x).to(ctx.dtypes[0]) if needs_A else None

@@ -17,8 +17,6 @@ from k3kernels.dispatch import uses_invariant_product
 from k3kernels.linear.reference import AdapterRows, multi_lora_onto_reference, multi_lora_reference
 
 MAX_RANK = 256
-ADDS_LAST = True
-"""Whether LoRA's term is added to the product, else the product to LoRA's term, rounded, within the library's kernel."""
 
 
 def adapter_rows(adapter_T: Tensor, num_adapters: int) -> AdapterRows:
@@ -166,8 +164,5 @@ def _onto(x_TK, w_KN, onto_TN, z_TR, factor, rows, ranks_n, is_nNr):  # type: ig
         return added(None if onto_TN is None else onto_TN.contiguous(), new_TN)
     if is_forward and uses_invariant_product(x_TK):
         y_TN = multiply(x_TK, w_KN.T)
-        return added(y_TN, y_TN)
-    if ADDS_LAST:
-        y_TN = torch.mm(x_TK, w_KN)
         return added(y_TN, y_TN)
     return added(None, x_TK.new_empty(x_TK.shape[0], w_KN.shape[1])).addmm_(x_TK, w_KN)

@@ -63,27 +63,23 @@ def moe_experts(
     stacked matrices without LoRA. What no kernel takes is computed eagerly.
     """
     matrices = (w1_EFR, w3_EFR, w2_ERF)
-    is_stacked = all(isinstance(w, Tensor) for w in matrices)
-    inputs = (x_TR, experts_Tk, weights_Tk, *matrices, situ_betas)
-    if not uses_kernel(x_TR) or (is_batch_invariant() and not (is_stacked and lora == NO_LORA)):
-        return eager.moe_experts(*inputs, lora)
+    stacked = tuple(w for w in matrices if isinstance(w, Tensor))
+    is_plain = len(stacked) == len(matrices) and lora == NO_LORA
+    if not uses_kernel(x_TR) or (is_batch_invariant() and not is_plain):
+        return eager.moe_experts(x_TR, experts_Tk, weights_Tk, *matrices, situ_betas, lora)
     from k3kernels.moe import frozen, train, triton  # where there is no GPU, Triton need not be installed
 
+    def form(run: Callable[..., Tensor], x: Tensor, weights: Tensor, *stacked: Tensor) -> Tensor:
+        return run(x, experts_Tk, weights, *stacked, situ_betas)
+
+    with_gradients = train.moe_experts_train if train.takes(*matrices) else eager.moe_experts
     if is_batch_invariant():
-
-        def form(run: Callable[..., Tensor], x: Tensor, weights: Tensor, *matrices: Tensor) -> Tensor:
-            return run(x, experts_Tk, weights, *matrices, situ_betas)
-
-        gradient = train.moe_experts_train if train.takes(*matrices) else eager.moe_experts
-        forms = (partial(form, triton.moe_experts), partial(form, gradient))
-        return forward_and_gradient(*forms, x_TR, weights_Tk, *(w for w in matrices if isinstance(w, Tensor)))
-    if is_stacked and lora == NO_LORA:
-        has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (x_TR, weights_Tk, *matrices))
-        if not has_gradient and experts_Tk.numel() <= FEW_ROWS * w1_EFR.shape[0]:
-            return triton.moe_experts(*inputs)
-        if train.takes(*matrices):
-            return train.moe_experts_train(*inputs)
-    are_trained = torch.is_grad_enabled() and any(isinstance(w, Tensor) and w.requires_grad for w in matrices)
-    if not are_trained and frozen.takes(x_TR, matrices):
-        return frozen.moe_experts_frozen(*inputs, lora)
-    return eager.moe_experts(*inputs, lora)
+        forms = (partial(form, triton.moe_experts), partial(form, with_gradients))
+        return forward_and_gradient(*forms, x_TR, weights_Tk, *stacked)
+    is_training = torch.is_grad_enabled() and any(x.requires_grad for x in (x_TR, weights_Tk, *stacked))
+    if is_plain:
+        has_few = experts_Tk.numel() <= FEW_ROWS * w1_EFR.shape[0]
+        return form(triton.moe_experts if has_few and not is_training else with_gradients, x_TR, weights_Tk, *stacked)
+    if not (torch.is_grad_enabled() and any(w.requires_grad for w in stacked)) and frozen.takes(x_TR, matrices):
+        return frozen.moe_experts_frozen(x_TR, experts_Tk, weights_Tk, *matrices, situ_betas, lora)
+    return eager.moe_experts(x_TR, experts_Tk, weights_Tk, *matrices, situ_betas, lora)
