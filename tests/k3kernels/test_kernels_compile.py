@@ -454,17 +454,23 @@ def situ_cases() -> list[Case]:
     from k3kernels.situ.triton import BLOCK
 
     sizes = dict.fromkeys(("F", "stride_gate", "stride_up"), "i32")
-    arguments = dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), "*bf16") | sizes
-    arguments |= dict.fromkeys(("beta", "linear_beta"), "fp32")
+    betas = dict.fromkeys(("beta", "linear_beta"), "fp32")
+    value = dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), "*bf16") | sizes | betas
+    pointers = ("grad_ptr", "gate_ptr", "up_ptr", "grad_gate_ptr", "grad_up_ptr")
+    gradient = dict.fromkeys(pointers, "*bf16") | sizes | {"stride_grad": "i32"} | betas
     return [
         Case(
-            "situ",
-            "gated_activation_kernel",
+            module,
+            kernel,
             arguments,
             {"KIND": kind, "BLOCK": BLOCK, "INTERPRETED": False},
             4,
             multiples=tuple(sizes),
             architectures=HOPPER,
+        )
+        for module, kernel, arguments in (
+            ("situ", "gated_activation_kernel", value),
+            ("situ.train", "gated_activation_gradient_kernel", gradient),
         )
         for kind in (0, 1, 2)
     ]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from k3kernels.situ import reference
+from k3kernels.situ.train import gated_activation_train
 from k3kernels.situ.triton import gated_activation, situ
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on the CPU, Triton's interpreter
@@ -32,6 +33,20 @@ def test_the_activation_equals_its_definition(dtype, betas, T, F):
     assert got.dtype == dtype
     units = 32 if dtype == torch.float32 else 2
     torch.testing.assert_close(got, definition(gate, up, betas), rtol=units * torch.finfo(dtype).eps, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("betas", BETAS)
+def test_gradients_equal_the_definitions_for_halves_of_one_product_too(dtype, betas):
+    both = (randn(3, 2 * 1030, dtype=dtype) * 5).requires_grad_()
+    grad = randn(3, 1030, dtype=dtype, seed=2)
+
+    def gradient(op, x: Tensor) -> Tensor:
+        return torch.autograd.grad(op(x[:, :1030], x[:, 1030:], betas), x, grad.to(x.dtype))[0]
+
+    got, want = gradient(gated_activation_train, both), gradient(definition, both.double())
+    assert got.dtype == dtype
+    assert float((got.double() - want).norm() / want.norm()) < (1e-5 if dtype == torch.float32 else 4e-3)
 
 
 def test_bf16_silu_is_rounded_before_the_product():

@@ -9,6 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from k3kernels.dispatch import uses_kernel
 
+CUDNN_WIDTHS = (192, 128)  # of keys and values, K3's and Kimi-Linear's: what was measured
+
 
 def mla_attention_from_start(q_NHQX: Tensor, k_NHQX: Tensor, v_NHQV: Tensor, scale: float) -> Tensor:
     """The definition `mla_attention` with query_pos = 0, 1, ...
@@ -16,7 +18,7 @@ def mla_attention_from_start(q_NHQX: Tensor, k_NHQX: Tensor, v_NHQV: Tensor, sca
     The values are padded to the keys' width, which that kernel wants; cuDNN's, which kernels' mode takes in bf16, does not.
     Where rows are padded to the longest sequence, what lies behind a row's end is seen only by queries behind it.
     """
-    if uses_kernel(q_NHQX) and q_NHQX.dtype == torch.bfloat16:
+    if uses_kernel(q_NHQX) and q_NHQX.dtype == torch.bfloat16 and (q_NHQX.shape[-1], v_NHQV.shape[-1]) == CUDNN_WIDTHS:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(q_NHQX, k_NHQX, v_NHQV, is_causal=True, scale=scale)
     V = v_NHQV.shape[-1]

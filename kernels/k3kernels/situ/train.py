@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k3kernels.linear.triton import INTERPRETED, _round_to, rows_of
-from k3kernels.moe.grouped_kernels import _activation_gradients
+from k3kernels.situ.formulas import _activation_gradients
 from k3kernels.situ.triton import BLOCK, gated_activation, kind_of
 
 Betas = tuple[float, float | None] | None
