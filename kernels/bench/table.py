@@ -17,9 +17,11 @@ OURS = "ours"
 
 
 def render(result: dict[str, Any]) -> str:
-    """Rows of several peers: a line a case. Else a result's own `table`, header first, or medians in ms, in brackets as multiples of the section's floor_ms, a
-    column a section."""
-    if "rows" in result:
+    """Rows of several peers: a line a case; rows of layers: a line each. Else a result's own `table`, header first, or
+    medians in ms, in brackets as multiples of the section's floor_ms, a column a section."""
+    if "rows" in result and "what" in result["rows"][0]:
+        rows = _of_layers(result["rows"])
+    elif "rows" in result:
         rows = _of_peers(result["rows"])
     else:
         rows = result["table"] if "table" in result else _of_sections(result["sections"])
@@ -78,6 +80,19 @@ def _of_case(case: tuple[str, str, int], rows: Sequence[dict[str, Any]], peers: 
     errors = ["-" if row is None or not row["errors"] else _worst(row["errors"]) for row in everybody]
     bits = "" if ours is None else {None: "", True: "yes", False: "no"}[ours["same_bits"]]
     return [*cells, *("" if set(parts) == {"-"} else ", ".join(parts) for parts in (peaks, errors)), bits]
+
+
+def _of_layers(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Of bench_block.py, a line a row; of a peer, its time as a multiple of ours."""
+    ours = {row["what"]: row["timing"]["median_ms"] for row in rows if row["by"] == OURS}
+    header = ["what", "tokens", "by", "ms", "× ours", "peak GiB", "worst error", "same bits"]
+    lines = [header]
+    for row in rows:
+        ms, bits = row["timing"]["median_ms"], "yes" if row["same_bits"] else "no"
+        cells = [row["what"], f"{row['tokens']:,}", row["by"], f"{ms:.1f} ± {row['timing']['spread_ms']:.1f}"]
+        ratio = "" if row["by"] == OURS else f"{ms / ours[row['what']]:.2f}"
+        lines.append([*cells, ratio, f"{row['peak_gib']:.1f}", _worst(row["errors"]), bits])
+    return lines
 
 
 def _fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
