@@ -41,7 +41,7 @@ def moe_experts_frozen(
     """`reference.moe_experts` [T, R], bf16, with the gradients of x, the weights and LoRA's factors, none of the matrices.
 
     The three are stored alike. A slot with an expert below 0 adds nothing, a token with one beyond E becomes NaN. LoRA's
-    factors are rounded to bf16, B after it is scaled; their gradients are sums in fp32, rounded to bf16 once.
+    factors are rounded to bf16, B after it is scaled; their gradients are sums in fp32, in the factors' type.
     """
     pairs = sort_pairs(experts_Tk, w1_EFR.shape[0])
     factors = [x for pair in lora for x in ((None, None) if pair is None else (pair.A_ErI, pair.B_EOr))]
@@ -138,13 +138,12 @@ class _Experts(torch.autograd.Function):
         grad_rows = stage(grad_TR, pairs) if down else grad_TR.contiguous()
         grad_zs, grad_h = back(down, [grad_rows], not down, (w2,))
         hidden = grouped.activate_backward(grad_h, weights, gate, up, pairs, betas)
-        del grad_h
-        h = hidden.weighted_h_PF
+        grad_ys, h, weights_P = [hidden.gate_PF, hidden.up_PF], hidden.weighted_h_PF, hidden.weights_P
+        del grad_h, hidden
         for pair, grad_z in zip(down, grad_zs, strict=True):
             grads[4:] = pair.factors_gradient(grad_rows, pair.down(h), grad_z, h)
         del grad_rows, h
 
-        grad_ys = [hidden.gate_PF, hidden.up_PF]
         grad_zs, grad_xs = back(wide, grad_ys, False, (w1, w3))
         grad_x = unstage(grad_xs, pairs) if ctx.needs_input_grad[0] else None
         del grad_xs
@@ -152,5 +151,5 @@ class _Experts(torch.autograd.Function):
         for i, (pair, y, z, grad_z) in enumerate(zip(wide, grad_ys if wide else (), zs, grad_zs, strict=True)):
             grads[2 * i : 2 * i + 2] = pair.factors_gradient(y, z, grad_z, rows)
         wanted = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[2:8], strict=True)]
-        grad_weights = of_pairs(hidden.weights_P, pairs).to(weights.dtype) if ctx.needs_input_grad[1] else None
+        grad_weights = of_pairs(weights_P, pairs).to(weights.dtype) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weights, *wanted, None, None, None, None, None
