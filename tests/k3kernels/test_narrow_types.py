@@ -10,6 +10,7 @@ from k3kernels.attn_res.eager import attn_res_mix
 from k3kernels.attn_res.reference import attn_res_mix as attn_res_mix_ref
 from k3kernels.kda import kda_chunked, kda_gate, kda_recurrent, l2_norm
 from k3kernels.mla import absorb_queries, attend_latent, mla_attention_from_start, unabsorb
+from k3kernels.mla import eager as mla_eager
 from k3kernels.mla.reference import mla_attention
 from k3kernels.rms_norm import eager as norm_eager
 from k3kernels.rms_norm import reference as norm_ref
@@ -251,3 +252,12 @@ def test_absorbed_attention_sums_its_blocks_in_fp32() -> None:
     assert got.dtype == torch.bfloat16
     # Probabilities are rounded, independently; their sum over 600 keys and the result's own rounding.
     assert (got - exact).abs().max() < 2.0**-8 * exact.abs().max()
+
+
+def test_torchs_deterministic_mode_keeps_attention_away_from_cudnn(monkeypatch) -> None:
+    """Whose backward pass adds in no fixed order."""
+    monkeypatch.setattr(mla_eager, "uses_kernel", lambda _: True)
+    q, _, v = attention_inputs(1, 1, 2, 192, 128)
+    assert mla_eager._takes_cudnn(q, v)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not mla_eager._takes_cudnn(q, v)

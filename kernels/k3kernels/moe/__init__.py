@@ -58,9 +58,9 @@ def moe_experts(
 ) -> Tensor:
     """See the reference.
 
-    On a GPU in bf16, matrices that are trained, and LoRA pairs above stored ones, are multiplied in kernels forward and
-    backward (`train`, `frozen`). Where bits must not depend on the batch, the forward pass is `triton`'s, which takes
-    stacked matrices without LoRA. What no kernel takes is computed eagerly.
+    On a GPU stacked matrices without LoRA are multiplied in kernels: forward and backward in bf16 (`train`), by `triton`
+    forward where bits must not depend on the batch, rows are few or fp32. MXFP4 and LoRA pairs are `frozen`'s, in bf16 and
+    where bits may depend on the batch. What no kernel takes is computed eagerly.
     """
     matrices = (w1_EFR, w3_EFR, w2_ERF)
     stacked = tuple(w for w in matrices if isinstance(w, Tensor))
@@ -69,17 +69,20 @@ def moe_experts(
         return eager.moe_experts(x_TR, experts_Tk, weights_Tk, *matrices, situ_betas, lora)
     from k3kernels.moe import frozen, train, triton  # where there is no GPU, Triton need not be installed
 
-    def form(run: Callable[..., Tensor], x: Tensor, weights: Tensor, *stacked: Tensor) -> Tensor:
-        return run(x, experts_Tk, weights, *stacked, situ_betas)
-
-    with_gradients = train.moe_experts_train if train.takes(*matrices) else eager.moe_experts
-    if is_batch_invariant():
-        forms = (partial(form, triton.moe_experts), partial(form, with_gradients))
-        return forward_and_gradient(*forms, x_TR, weights_Tk, *stacked)
-    is_training = torch.is_grad_enabled() and any(x.requires_grad for x in (x_TR, weights_Tk, *stacked))
     if is_plain:
-        has_few = experts_Tk.numel() <= FEW_ROWS * w1_EFR.shape[0]
-        return form(triton.moe_experts if has_few and not is_training else with_gradients, x_TR, weights_Tk, *stacked)
+        takes_bf16 = x_TR.dtype == torch.bfloat16 and train.takes(*matrices)
+        is_training = torch.is_grad_enabled() and any(x.requires_grad for x in (x_TR, weights_Tk, *stacked))
+        has_many = experts_Tk.numel() > FEW_ROWS * w1_EFR.shape[0]
+        if takes_bf16 and not is_batch_invariant() and (is_training or has_many):
+            w1, w3, w2 = stacked
+            return train.moe_experts_train(x_TR, experts_Tk, weights_Tk, w1, w3, w2, situ_betas)
+
+        def form(run: Callable[..., Tensor], x: Tensor, weights: Tensor, *stacked: Tensor) -> Tensor:
+            return run(x, experts_Tk, weights, *stacked, situ_betas)
+
+        gradient = train.moe_experts_train if takes_bf16 else eager.moe_experts
+        forms = (partial(form, triton.moe_experts), partial(form, gradient))
+        return forward_and_gradient(*forms, x_TR, weights_Tk, *stacked)
     if not (torch.is_grad_enabled() and any(w.requires_grad for w in stacked)) and frozen.takes(x_TR, matrices):
         return frozen.moe_experts_frozen(x_TR, experts_Tk, weights_Tk, *matrices, situ_betas, lora)
     return eager.moe_experts(x_TR, experts_Tk, weights_Tk, *matrices, situ_betas, lora)

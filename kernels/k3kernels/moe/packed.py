@@ -53,14 +53,20 @@ def row_tiles(pairs: Pairs) -> Tensor:
 
 
 def takes(matrices: Sequence[Matrices]) -> bool:
-    """Whether the kernel can multiply with these, forward and backward: on Hopper, widths multiples of WIDE."""
-    first = matrices[0]
-    x = first.packed if isinstance(first, PackedMatrices) else first
+    """Whether the kernel can multiply with these, forward and backward: on Hopper, MXFP4 or bf16, contiguous, widths
+    multiples of WIDE."""
+    return all(
+        _is_on_hopper(x) for w in matrices for x in ((w.packed, w.scale) if isinstance(w, PackedMatrices) else (w,))
+    ) and all(n % WIDE == 0 for w in matrices for n in w.shape[1:])
+
+
+def _is_on_hopper(x: object) -> bool:
     return (
         isinstance(x, Tensor)
         and x.is_cuda
+        and x.is_contiguous()
+        and x.dtype in (torch.uint8, torch.bfloat16)
         and torch.cuda.get_device_capability(x.device)[0] == 9
-        and all(n % WIDE == 0 for n in first.shape[1:])
     )
 
 
