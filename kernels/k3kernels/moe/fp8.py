@@ -19,6 +19,8 @@ from k3kernels.moe.grouped import Betas, GroupedTile, Scaled, Schedule, Tiles
 from k3kernels.moe.pairs import Pairs, combine, sort_pairs
 
 FP8_MAX = 448.0
+_ROWS = GroupedTile(128, 256, 128, 8, 4)  # twice as deep as bf16's: a value has half the bytes
+FP8_TILES = Tiles(replace(_ROWS, columns=128), _ROWS, _ROWS, _ROWS, _ROWS)
 
 
 @triton.jit
@@ -88,13 +90,6 @@ def quantise_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(scale_ptr + row, scale)
 
 
-def pick_fp8_tiles(rows_per_expert: int) -> Tiles:
-    """As `pick_tiles`, twice as deep: a value has half the bytes."""
-    del rows_per_expert
-    tile = GroupedTile(128, 256, 128, 8, 4)
-    return Tiles(replace(tile, columns=128), tile, tile, tile, tile)
-
-
 def stage_fp8(x_TR: Tensor, pairs: Pairs) -> Scaled:
     """`pairs.stage` of quantised rows."""
     T, R = x_TR.shape
@@ -143,7 +138,7 @@ def moe_experts_fp8(
     w3_EFR: Scaled,
     w2_ERF: Scaled,
     situ_betas: Betas,
-    tiles: Tiles | None = None,
+    tiles: Tiles = FP8_TILES,
 ) -> Tensor:
     """`reference.moe_experts` [T, R] in bf16, of bf16 x and matrices of `quantise_matrices`; without autograd.
 
@@ -158,7 +153,6 @@ def moe_experts_fp8(
         )
     if experts_Tk.numel() == 0:
         return torch.zeros_like(x_TR)
-    tiles = tiles or pick_fp8_tiles(experts_Tk.numel() // E)
     pairs = sort_pairs(experts_Tk, E)
     schedule = Schedule(pairs)
     xs = stage_fp8(x_TR, pairs)
