@@ -75,7 +75,9 @@ def load_ours_fp8(inputs: Inputs, choice: Choice) -> Callable[[Inputs], Tensor]:
     matrices = [fp8.quantise_matrices(w) for w in (inputs.w1, inputs.w3, inputs.w2)]
 
     def run(inputs: Inputs) -> Tensor:
-        out: Tensor = fp8.moe_experts_fp8(inputs.x, inputs.experts, inputs.weights, *matrices, BETAS)
+        out: Tensor = fp8.moe_experts_fp8(
+            inputs.x, inputs.experts, inputs.weights, *matrices, BETAS, choice.tiles or fp8.FP8_TILES
+        )
         return out
 
     return run

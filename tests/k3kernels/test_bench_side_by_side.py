@@ -16,10 +16,12 @@ KERNELS = Path(__file__).parents[2] / "kernels"
 sys.path.insert(0, str(KERNELS / "bench"))
 
 import bench_attn_res  # noqa: E402
+import bench_block  # noqa: E402
 import bench_kda  # noqa: E402
 import harness  # noqa: E402
 import peers  # noqa: E402
 import side_by_side  # noqa: E402
+from operations import OTHERS, operation_of  # noqa: E402
 from side_by_side import Case, Results, Row, attempt, fastest, table, violations  # noqa: E402
 
 CASE = Case("forward", 4096)
@@ -119,6 +121,31 @@ def test_the_table_of_a_results_file_goes_into_a_readme(tmp_path):
     assert "| forward | 8,192 | 2.000 ± 0.000 | fails: OutOfMemoryError |  | 4.00 |  |  |  |\n" in printed
 
 
+def test_a_layer_measured_again_replaces_its_row_and_leaves_the_others():
+    def found(by: str, ms: float) -> dict[str, object]:
+        return {"what": "KDA layer", "by": by, "ms": ms}
+
+    earlier = {"rows": [found("ours", 9.0), found("reference", 99.0)], "profile": {"a": 1}, "machine": MACHINE}
+    merged = bench_block.merged(earlier, {"rows": [found("ours", 8.0)], "profile": {"b": 2}})
+    assert merged["rows"] == [found("reference", 99.0), found("ours", 8.0)]
+    assert merged["profile"] == {"a": 1, "b": 2}
+    assert merged["machine"] == MACHINE
+
+
+@pytest.mark.parametrize(
+    ("kernel", "operation"),
+    [
+        ("packed_product_kernel", "experts' products"),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "dense products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "MLA attention"),
+        ("attn_res_gradient_kernel", "Attention Residuals"),
+        ("Memcpy DtoD (Device -> Device)", OTHERS),
+    ],
+)
+def test_a_kernels_operation_is_told_by_its_name(kernel, operation):
+    assert operation_of(kernel) == operation
+
+
 def test_bits_are_compared_not_values():
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
     assert harness.same_bits(nan, nan.clone())
@@ -205,9 +232,17 @@ def test_flas_choice_is_kept_in_the_form_that_it_reads():
     assert kept.keys() >= {"maxnreg", "ir_override"}
 
 
-@pytest.mark.parametrize("bench", ["bench_kda.py", "bench_attn_res.py"])
+@pytest.mark.parametrize(
+    "bench",
+    [
+        ("bench_kda.py", "run", "--only", "eager"),
+        ("bench_attn_res.py", "run", "--only", "eager"),
+        ("bench_logprob.py", "--only", "torch"),
+    ],
+)
 def test_a_bench_runs_through_without_a_gpu(bench, tmp_path):
-    command = [sys.executable, KERNELS / "bench" / bench, "run", "--dry", "--only", "eager", "--repeats", "2"]
+    script, *arguments = bench
+    command = [sys.executable, KERNELS / "bench" / script, *arguments, "--dry", "--repeats", "2"]
     out = tmp_path / "out.json"
     environment = os.environ | {"PYTHONPATH": str(KERNELS), "OMP_NUM_THREADS": "1"}
     subprocess.run([*command, "--out", out], check=True, env=environment, capture_output=True)

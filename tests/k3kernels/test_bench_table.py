@@ -34,6 +34,22 @@ def test_a_row_holds_the_medians_and_their_multiples_of_the_floor(tmp_path):
     )
 
 
+def test_a_layer_has_a_line_for_each_form_with_its_time_as_a_multiple_of_ours(tmp_path):
+    def row(by: str, ms: float, bits: bool) -> dict[str, object]:
+        timing = {"median_ms": ms, "spread_ms": 0.5}
+        kept = {"timing": timing, "peak_gib": 3.0, "same_bits": bits, "errors": {"out": 1e-3, "input": 2e-3}}
+        return {"what": "KDA layer", "by": by, "tokens": 8192} | kept
+
+    results = tmp_path / "block.json"
+    results.write_text(
+        json.dumps({"machine": MACHINE, "rows": [row("ours", 10.0, True), row("reference", 25.0, False)]})
+    )
+    assert run_table(results).stdout.splitlines()[-2:] == [
+        "| KDA layer | 8,192 | ours | 10.0 ± 0.5 |  | 3.0 | 2.0e-03 (input) | yes |",
+        "| KDA layer | 8,192 | reference | 25.0 ± 0.5 | 2.50 | 3.0 | 2.0e-03 (input) | no |",
+    ]
+
+
 def test_a_readme_without_a_place_for_the_table_is_refused_and_kept(tmp_path):
     results, readme = tmp_path / "op.json", tmp_path / "README.md"
     results.write_text(json.dumps({"machine": MACHINE, "sections": SECTIONS}))
