@@ -70,7 +70,6 @@ def load_ours(inputs: Inputs, choice: Choice) -> Callable[[Inputs], Tensor]:
 
 
 def load_ours_fp8(inputs: Inputs, choice: Choice) -> Callable[[Inputs], Tensor]:
-    del choice
     fp8 = importlib.import_module("k3kernels.moe.fp8")
     matrices = [fp8.quantise_matrices(w) for w in (inputs.w1, inputs.w3, inputs.w2)]
 
