@@ -22,9 +22,13 @@ FEW_ROWS = 256  # of an expert on average: fewer than two tiles of rows, which t
 
 
 def takes(*matrices: object) -> bool:
-    """Whether `moe_experts_train` can run: contiguous stacks, of widths that are multiples of 16 bytes."""
+    """Whether `moe_experts_train` can run: contiguous stacks, of widths that are multiples of 16 bytes, where there is TMA:
+    on Hopper or newer."""
     return all(
-        isinstance(w, Tensor) and w.is_contiguous() and all(n * w.element_size() % 16 == 0 for n in w.shape[1:])
+        isinstance(w, Tensor)
+        and w.is_contiguous()
+        and all(n * w.element_size() % 16 == 0 for n in w.shape[1:])
+        and (not w.is_cuda or torch.cuda.get_device_capability(w.device) >= (9, 0))
         for w in matrices
     )
 
