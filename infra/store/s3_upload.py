@@ -46,17 +46,19 @@ def upload_file(
 ) -> Content | None:
     """See `Backend.upload`. Raises RunError when the source changes meanwhile; nothing is stored then."""
     name = f".{source.name}.{hashlib.sha256(path.encode()).hexdigest()[:16]}.upload"
-    state_file = state_folder / f"{name}.json"
+    state_file, lock_file = state_folder / f"{name}.json", state_folder / f"{name}.lock"
     with source.open("rb") as file:
         before = os.fstat(file.fileno())
         if before.st_size <= options.part_bytes:
             return _upload_whole(s3, path, file.read(), is_exclusive=is_exclusive)
         content = Content(hashlib.file_digest(file, "sha256").hexdigest(), before.st_size)
         if is_exclusive and (head := s3.head(path)) is not None:
-            state_file.unlink(missing_ok=True)  # of a try that was killed after it was done
+            if state_file.exists() or lock_file.exists():  # of a try that was killed after it was done
+                with locked(lock_file):
+                    state_file.unlink(missing_ok=True)
             return content if head.content == content else None
         make_directory(state_folder)
-        with locked(state_folder / f"{name}.lock"):
+        with locked(lock_file):
             upload = _Upload(s3, options, path, content, file.fileno(), before.st_mtime_ns, state_file)
             upload.send_parts()
             after = source.stat()

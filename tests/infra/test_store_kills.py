@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from infra.store import Store, StoreOptions
+from infra.store import Store, StoreOptions, s3_upload
 from k3core.types import Ref
 
 BYTES = (5 << 20) + 1000
@@ -19,9 +21,11 @@ OPTIONS = StoreOptions(part_bytes=5 << 20)
 # Round by round: bytes, a file, then the document that refers to both, then the pointer to it.
 WRITER = f"""
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from infra.store import Store, StoreOptions
+from infra.store import Store, StoreOptions, s3_upload
 root, source = sys.argv[1], Path(sys.argv[2])
 store = Store(root, StoreOptions(part_bytes=5 << 20))
 version = None
@@ -65,6 +69,25 @@ def test_a_writer_killed_anywhere_leaves_whole_things_only(durable_root: str, tm
         assert {key.split("/")[0] for key in store.list_keys()} <= {"latest", *map(str, range(begun + 1))}
         complete(store, begun, source)
     assert num_committed >= 2
+
+
+def test_a_try_killed_after_its_upload_was_done_leaves_no_file_to_the_next(
+    s3_root: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(BYTES))
+
+    @contextmanager
+    def left_behind(path: Path) -> Iterator[None]:
+        path.touch()
+        yield
+
+    with monkeypatch.context() as patched:
+        patched.setattr(s3_upload, "locked", left_behind)
+        Store(str(s3_root), OPTIONS).put_file("file", source)
+    assert list(tmp_path.glob(".source*.lock"))
+    Store(str(s3_root), OPTIONS).put_file("file", source)
+    assert not list(tmp_path.glob(".source*"))
 
 
 def last_committed(store: Store) -> int:
