@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from k3kernels.linear_logprob.wide import product_in_fp32
+
 
 def lora_linear(x_TI: Tensor, W_OI: Tensor, A_rI: Tensor, B_Or: Tensor, scale: float) -> Tensor:
     """x W^T + scale (x A^T) B^T [T, O] in x's type (arXiv 2106.09685), bf16 on a GPU.
@@ -36,8 +38,8 @@ class _LoraLinear(torch.autograd.Function):
         grad_z = (grad @ B).mul_(ctx.scale)
         grad_x = (grad @ W).addmm_(grad_z, A) if needs_x else None
         grad_W = grad.T @ x if needs_W else None
-        grad_A = _wide_mm(grad_z.T, x).to(ctx.dtypes[0]) if needs_A else None
-        grad_B = _wide_mm(grad.T, z).mul_(ctx.scale).to(ctx.dtypes[1]) if needs_B else None
+        grad_A = product_in_fp32(grad_z.T, x).to(ctx.dtypes[0]) if needs_A else None
+        grad_B = product_in_fp32(grad.T, z).mul_(ctx.scale).to(ctx.dtypes[1]) if needs_B else None
         return grad_x, grad_W, grad_A, grad_B, None
 
 
@@ -54,7 +56,7 @@ class _WideOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, W):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, W)
-        return _wide_mm(x, W.T)
+        return product_in_fp32(x, W.T)
 
     @staticmethod
     @once_differentiable
@@ -62,14 +64,8 @@ class _WideOutput(torch.autograd.Function):
         x, W = ctx.saved_tensors
         high = grad.to(x.dtype)
         low = (grad - high).to(x.dtype)
-        grad_x = (_wide_mm(high, W) + _wide_mm(low, W)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        grad_W = (_wide_mm(high.T, x) + _wide_mm(low.T, x)).to(W.dtype) if ctx.needs_input_grad[1] else None
+        grad_x = (product_in_fp32(high, W) + product_in_fp32(low, W)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        grad_W = (
+            (product_in_fp32(high.T, x) + product_in_fp32(low.T, x)).to(W.dtype) if ctx.needs_input_grad[1] else None
+        )
         return grad_x, grad_W
-
-
-def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
-    """a b, summed and returned in fp32; where the device has no such GEMM, of converted factors."""
-    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return a.to(wide) @ b.to(wide)

@@ -33,6 +33,7 @@ from k3kernels.linear_logprob.triton_kernels import (
     merge_kernel,
     reduce_logits_kernel,
 )
+from k3kernels.linear_logprob.wide import product_in_fp32
 
 ALIGNMENT = 16  # bytes: of the rows and of the start of what TMA reads
 AHEAD = 1792 * 163840  # exponentials that exist at a time: 560 MiB in bf16
@@ -172,7 +173,7 @@ class _Head:
                 TILES=triton.next_power_of_2(self.num_tiles),
             )
             hidden_slope_kernel[(count, -(-self.D // SLOPE_COLUMNS))](
-                *(matmul(exps, self.weight), self.weight, self.tokens[rows], unit, normalizer, logprob[rows]),
+                *(product_in_fp32(exps, self.weight), self.weight, self.tokens[rows], unit, normalizer, logprob[rows]),
                 *(slope[rows], self.V, self.D, self.weight.stride(0), 1 / self.temperature),
                 BLOCK=SLOPE_COLUMNS,
                 INTERPRETED=INTERPRETED,
@@ -205,13 +206,6 @@ def pieces(length: int, most: int, unit: int) -> Iterator[slice]:
     size = max(most // unit, 1) * unit
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
-
-
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a b in fp32. Of bf16 operands only a GPU has such a product: elsewhere they are converted."""
-    if a.dtype == torch.float32 or not a.is_cuda:
-        return torch.mm(a.float(), b.float())
-    return torch.mm(a, b, out_dtype=torch.float32)
 
 
 @cache
@@ -255,7 +249,7 @@ class _LinearLogprob(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if needs_weight else None
         for words, d in head.logits_gradients(normalizer, grad.contiguous(), *of_entropy):
             if sums is not None:
-                sums += matmul(d, weight[words])
+                sums += product_in_fp32(d, weight[words])
             if grad_weight is not None:
                 torch.mm(d.T, head.hidden, out=grad_weight[words])
         return None if sums is None else sums.to(hidden.dtype), grad_weight, None, None, None, None, None

@@ -35,6 +35,12 @@ def matmul(a_MK: Tensor, b_KN: Tensor, wide: torch.dtype) -> Tensor:
     return torch.mm(a_MK, b_KN, out_dtype=wide)
 
 
+def product_in_fp32(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """a b of factors no wider than fp32, summed and returned in it."""
+    fp32 = torch.float32
+    return matmul(operand(a_MK, b_KN, fp32), operand(b_KN, a_MK, fp32), fp32)
+
+
 def wide_linear(x_MD: Tensor, weight_ND: Tensor) -> Tensor:
     """x W^T in the next wider type (bf16 in fp32, fp32 in fp64), differentiable: converts, then multiplies.
 
