@@ -19,7 +19,7 @@ from infra.store.errors import StoreUnavailable
 from infra.store.options import StoreOptions, spans
 from infra.store.parallel import in_parallel
 from infra.store.s3_requests import NUM_BELIEVED, Changed, Head, S3Requests
-from infra.store.transfer_state import read_state, write_state
+from infra.store.transfer_state import read_state, remove_state, write_state
 from k3core.checkpoint.new_folder import sync as sync_directory
 from k3core.errors import IntegrityError
 
@@ -49,7 +49,7 @@ def download_file(s3: S3Requests, options: StoreOptions, path: str, content: Con
                 raise IntegrityError(mismatch(s3.uri(path), content, Content("", head.size_bytes)))
             with suppress(Changed):
                 found = _fetch(s3, options, path, head, partial, state_file)
-                state_file.unlink()
+                remove_state(state_file)
                 if found == content:
                     os.replace(partial, target)
                     sync_directory(target.parent)

@@ -21,7 +21,7 @@ from infra.store.errors import StoreUnavailable
 from infra.store.options import StoreOptions, spans
 from infra.store.parallel import in_parallel
 from infra.store.s3_requests import S3Requests, UploadGone
-from infra.store.transfer_state import read_state, write_state
+from infra.store.transfer_state import read_state, remove_state, write_state
 from k3core.errors import RunError
 
 
@@ -55,7 +55,7 @@ def upload_file(
         if is_exclusive and (head := s3.head(path)) is not None:
             if state_file.exists() or lock_file.exists():  # of a try that was killed after it was done
                 with locked(lock_file):
-                    state_file.unlink(missing_ok=True)
+                    remove_state(state_file)
             return content if head.content == content else None
         make_directory(state_folder)
         with locked(lock_file):
@@ -126,7 +126,7 @@ class _Upload:
         if not is_stored:
             is_stored = _holds(self._s3, self._path, self._content)
             self._s3.abort_upload(self._path, self._state.upload_id)
-        self._state_file.unlink(missing_ok=True)
+        remove_state(self._state_file)
         return is_stored
 
     def _taken_up_or_begun(self, fresh: UploadState) -> UploadState:
@@ -164,7 +164,7 @@ class _Upload:
         write_state(self._state_file, state)
 
     def _forgotten(self) -> StoreUnavailable:
-        self._state_file.unlink(missing_ok=True)
+        remove_state(self._state_file)
         return StoreUnavailable(f"{self._s3.uri(self._path)}: the server forgot the upload; the next try begins anew")
 
 

@@ -22,6 +22,16 @@ def read_state(file: Path, kind: type[DataclassInstance]) -> dict[str, Any] | No
 
 
 def write_state(file: Path, state: DataclassInstance) -> None:
-    written = file.with_name(f"{file.name}.new")
+    written = _written(file)
     written.write_text(json.dumps(asdict(state)), encoding="ascii")
     os.replace(written, file)
+
+
+def remove_state(file: Path) -> None:
+    """With what a process that was killed while it wrote has left beside it."""
+    file.unlink(missing_ok=True)
+    _written(file).unlink(missing_ok=True)
+
+
+def _written(file: Path) -> Path:
+    return file.with_name(f"{file.name}.new")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.bucket import create_bucket
 from infra.config import load
 from infra.faults.proxy import FaultProxy
 from infra.parts import build_tokenizer
@@ -23,6 +24,7 @@ from k3core.checkpoint.hf import save_checkpoint
 from k3core.model.config import MXFP4, K3Config
 from k3core.model.random_weights import random_tensors
 
+S3_BUCKET = "k3-tests"
 ACCESS_KEY, SECRET_KEY = "test-access-key", "test-secret-key-that-is-never-shown"
 
 
@@ -43,17 +45,29 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def s3_proxy(s3_server: str) -> Iterator[FaultProxy]:
+    """With the bucket, which the server would make at the first write only: a test may read before."""
     with FaultProxy(s3_server) as proxy:
+        with pytest.MonkeyPatch.context() as patched:
+            name_server(proxy.url, patched)
+            create_bucket(S3_BUCKET)
         yield proxy
 
 
 @pytest.fixture
 def s3_root(s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A folder of one's own on the server, reached through the proxy, which has no faults at first."""
+    name_server(s3_proxy.url, monkeypatch)
+    s3_proxy.clear()
+    yield f"s3://{S3_BUCKET}/{uuid.uuid4().hex}"
+    s3_proxy.clear()
+
+
+def name_server(url: str, patched: pytest.MonkeyPatch) -> None:
+    """In the environment, and nothing that this machine says of other servers."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
+        patched.delenv(name)
     for name, value in {
-        "AWS_ENDPOINT_URL_S3": s3_proxy.url,
+        "AWS_ENDPOINT_URL_S3": url,
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
         "AWS_REGION": "us-east-1",
@@ -62,10 +76,7 @@ def s3_root(s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[s
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         "NO_PROXY": "127.0.0.1",
     }.items():
-        monkeypatch.setenv(name, value)
-    s3_proxy.clear()
-    yield f"s3://k3-tests/{uuid.uuid4().hex}"
-    s3_proxy.clear()
+        patched.setenv(name, value)
 
 
 @pytest.fixture(params=["path", "file", "memory", "s3"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.store import Store, StoreOptions, s3_upload
+from infra.store import Store, StoreOptions, s3_upload, transfer_state
 from k3core.types import Ref
 
 BYTES = (5 << 20) + 1000
@@ -86,6 +86,27 @@ def test_a_try_killed_after_its_upload_was_done_leaves_no_file_to_the_next(
         patched.setattr(s3_upload, "locked", left_behind)
         Store(str(s3_root), OPTIONS).put_file("file", source)
     assert list(tmp_path.glob(".source*.lock"))
+    Store(str(s3_root), OPTIONS).put_file("file", source)
+    assert not list(tmp_path.glob(".source*"))
+
+
+def test_a_try_killed_while_it_noted_its_last_part_leaves_no_file_to_the_next(
+    s3_root: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(BYTES))
+    calls = count(1)
+
+    def killed(written: Path, file: Path) -> None:
+        if next(calls) == 3:  # the upload itself, the first part, the last one
+            raise KeyboardInterrupt
+        written.rename(file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transfer_state.os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Store(str(s3_root), OPTIONS).put_file("file", source)
+    assert list(tmp_path.glob(".source*.new"))
     Store(str(s3_root), OPTIONS).put_file("file", source)
     assert not list(tmp_path.glob(".source*"))
 
