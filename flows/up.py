@@ -202,16 +202,16 @@ def _show_start(folder: Path, supervisor: subprocess.Popen[bytes] | None) -> int
 
 def _why_not_up(folder: Path, state: Mapping[str, Any] | None, *, is_ours: bool) -> RunError:
     """One line; the last words of the log that it names go to stderr before it."""
-    from infra.supervisor import last_lines, log_path
+    from infra.supervisor import failure, last_lines, log_path
 
     if state is None:
         log = log_path(folder, "supervisor")
         return RunError(f"{' '.join(last_lines(log, 1)) or 'the supervisor ended'} (log: {log})")
-    if state["failed"] is not None:
-        (failed,) = (each for each in state["services"] if each["name"] == state["failed"])
-        for line in last_lines(Path(failed["log"])):
+    if (failed := failure(state)) is not None:
+        why, words = failed
+        for line in words:
             print(f"  {line}", file=sys.stderr)
-        return RunError(f"{failed['name']} {failed['reason']}: see {failed['log']}. Everything is stopped.")
+        return RunError(f"{why}. Everything is stopped.")
     if not is_ours and not state["is_stopping"]:
         late = [each["name"] for each in state["services"] if each["state"] not in ("healthy", "done")]
         return RunError(f"{', '.join(late)}: not healthy after {RECOVER_S:g} s; `k3 status` says more")

@@ -309,6 +309,14 @@ def last_lines(path: Path, count: int = 15) -> list[str]:
     return [line for line in lines if line.strip()][-count:]
 
 
+def failure(state: Mapping[str, Any]) -> tuple[str, list[str]] | None:
+    """Which program could not be started and why, in one line, and the last words of its log; None if each could."""
+    for service in state["services"]:
+        if service["name"] == state["failed"]:
+            return f"{service['name']} {service['reason']}: see {service['log']}", last_lines(Path(service["log"]))
+    return None
+
+
 def is_up(state: Mapping[str, Any]) -> bool:
     """Everything that `read_state` tells of is healthy or done."""
     return all(service["state"] in (State.HEALTHY, State.DONE) for service in state["services"])

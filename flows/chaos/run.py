@@ -32,6 +32,8 @@ from infra.config import RunConfig
 from infra.console import say
 from infra.stack import PROJECT
 from infra.store import Store
+from infra.supervisor import failure, last_lines, read_state
+from k3core.errors import RunError
 
 T = TypeVar("T")
 
@@ -97,15 +99,22 @@ def servers(world: World) -> Iterator[None]:
     say(f"the servers start; logs in {world.folder}/logs")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the end of this command ends the servers too
     try:
-        wait_until(lambda: world.is_up() or supervisor.poll() is not None, 240.0, "the servers' start")
-        if supervisor.poll() is not None:
-            raise RuntimeError(f"the servers did not start; see {world.folder}/logs")
+        while not world.is_up():  # the supervisor knows how long each may take
+            if supervisor.poll() is not None:
+                raise RunError(_why_not_up(world.folder))
+            time.sleep(0.5)
         yield
     finally:
         supervisor.terminate()
         supervisor.wait(120)
         if mounted:
             subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def _why_not_up(folder: Path) -> str:
+    state = read_state(folder)
+    why, words = (state and failure(state)) or ("the supervisor ended", last_lines(folder / "supervisor.log"))
+    return "\n  ".join([f"the servers did not start: {why}", *words])
 
 
 def trial(world: World, client: SyncPrefectClient, cfg: RunConfig, kinds: list[str], random: Random) -> Trial:
