@@ -27,7 +27,6 @@ import torch
 import triton
 from torch import Tensor
 
-from k3kernels.linear import reference as linear_reference
 from k3kernels.linear import triton as linear_triton
 from k3kernels.moe import triton as moe_triton
 from k3kernels.moe.eager import moe_experts as moe_experts_eager
@@ -184,29 +183,6 @@ def time_tile(x: Tensor, copies: list[Tensor], tile: linear_triton.Tile) -> floa
     return median_us(lambda: linear_triton.multiply(x, next(turn), tile=tile))
 
 
-def check_lora(report: Report) -> None:
-    M, K, N, r, num_adapters = 1000, 2048, 2048, 16, 8
-    x, onto = randn(M, K), randn(M, N)
-    A, B = randn(num_adapters, r, K, scale=K**-0.5), randn(num_adapters, N, r)
-    scale = torch.rand(num_adapters, device=DEVICE)
-    adapter = torch.randint(-1, num_adapters, (M,), device=DEVICE)
-    together = linear_triton.lora_branch(x, A, B, adapter, scale, onto)
-    differing = {
-        rows: report.check(
-            together[:rows], linear_triton.lora_branch(x[:rows], A, B, adapter[:rows], scale, onto[:rows])
-        )
-        for rows in ROWS
-        if rows <= M
-    }
-    want = linear_reference.lora_branch(x, A, B, adapter, scale, onto)
-    section: dict[str, object] = {"differing": differing, "error": relative_error(together, want.double())}
-    few = x[:16], A, B, adapter[:16], scale, onto[:16]
-    if report.has_time("lora"):
-        section["M=16_us"] = median_us(lambda: linear_triton.lora_branch(*few))
-        section[f"M={M}_us"] = median_us(lambda: linear_triton.lora_branch(x, A, B, adapter, scale, onto))
-    report.sections["lora"] = section
-
-
 def routes(rows: int) -> tuple[Tensor, Tensor]:
     """Some experts are chosen far more often than others."""
     scores = torch.randn(rows, NUM_EXPERTS, device=DEVICE) + torch.randn(NUM_EXPERTS, device=DEVICE)
@@ -305,7 +281,6 @@ def main() -> None:
             check_linear(report, K, N, torch.bfloat16)
         for K, N in FP32_SHAPES:
             check_linear(report, K, N, torch.float32)
-        check_lora(report)
         for R, F in MOES:
             check_moe(report, R, F, torch.bfloat16, max(ROWS))
         check_moe(report, 512, 256, torch.float32, 256)

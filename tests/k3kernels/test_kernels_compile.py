@@ -95,11 +95,11 @@ def linear_cases() -> list[Case]:
         pointers = dict.fromkeys(("x_ptr", "w_ptr"), pointer) | {"y_ptr": "*fp32"}
         sizes = dict.fromkeys(("M", "N", "K", "stride_x", "stride_w"), "i32")
         cases.append(gemm_case("linear", "linear_kernel", pick_tile(rows, 4096, 2048, dtype), pointers | sizes, {}))
-    for rows, adds in ((1, False), (512, True)):
+    for rows, in_order in ((1, True), (512, False)):
         pointers = dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), "*bf16")
-        buckets = {"order_ptr": "*i32", "edges_ptr": "*i32", "scale_ptr": "*fp32" if adds else "*i32"}
+        buckets = {"order_ptr": "*i32", "edges_ptr": "*i32"}
         sizes = dict.fromkeys(("N", "K", "stride_x"), "i32")
-        constants = {"E": 64, "BE": 64, "IN_ORDER": not adds, "ADDS": adds}
+        constants = {"E": 64, "BE": 64, "IN_ORDER": in_order}
         tile = pick_grouped_tile(rows, 2048, 1024, torch.bfloat16)
         cases.append(gemm_case("linear", "grouped_linear_kernel", tile, pointers | buckets | sizes, constants))
     bucket = {"group_ptr": "*i64", "order_ptr": "*i32", "edges_ptr": "*i32", "P": "i32"}

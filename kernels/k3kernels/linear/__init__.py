@@ -1,4 +1,4 @@
-"""Batch-invariant x W^T, and LoRA pairs above it, an adapter a row; `multi_lora.py` has those with gradients."""
+"""Batch-invariant x W^T; `multi_lora.py` has LoRA pairs above it, an adapter a row."""
 
 from __future__ import annotations
 
@@ -19,15 +19,3 @@ def linear(x_MK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype | None = None
 
     with torch.cuda.device(x_MK.device):
         return triton.linear(x_MK, weight_NK, out_dtype)
-
-
-def lora_branch(
-    x_MK: Tensor, A_arK: Tensor, B_aNr: Tensor, adapter_M: Tensor, scale_a: Tensor, onto_MN: Tensor | None = None
-) -> Tensor:
-    """See the reference. On a GPU a row has the same bits in every batch, whatever adapters share it."""
-    if not x_MK.is_cuda:
-        return reference.lora_branch(x_MK, A_arK, B_aNr, adapter_M, scale_a, onto_MN)
-    from k3kernels.linear import triton  # where there is no GPU, Triton need not be installed
-
-    with torch.cuda.device(x_MK.device):
-        return triton.lora_branch(x_MK, A_arK, B_aNr, adapter_M, scale_a, onto_MN)

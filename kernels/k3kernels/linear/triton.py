@@ -147,13 +147,6 @@ def _store_rows(y_ptrs, sums, columns, is_row, N, INTERPRETED: tl.constexpr):  #
 
 
 @triton.jit
-def _add_rows(y_ptrs, sums, scale, columns, is_row, N, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
-    is_in = is_row[:, None] & (columns < N)[None, :]
-    y = tl.load(y_ptrs + columns[None, :], mask=is_in, other=0.0).to(tl.float32)
-    tl.store(y_ptrs + columns[None, :], _round_to(y + scale * sums, y_ptrs.dtype.element_ty, INTERPRETED), mask=is_in)
-
-
-@triton.jit
 def _tile_of_group(edges_ptr, tile, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
     """(group, first, last + 1): the rows, at most BM of one group, that are tile number `tile`; group E: no more."""
     groups = tl.arange(0, BE)
@@ -215,14 +208,12 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
     y_ptr,
     order_ptr,
     edges_ptr,
-    scale_ptr,
     N,
     K,
     stride_x,
     E: tl.constexpr,
     BE: tl.constexpr,
     IN_ORDER: tl.constexpr,
-    ADDS: tl.constexpr,
     BM: tl.constexpr,
     SLICE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -230,7 +221,7 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """y_row = x_row W_e^T for the rows of `Buckets`; where ADDS, y_row += scale_e times it. w [E, N, K] is contiguous.
+    """y_row = x_row W_e^T for the rows of `Buckets`. w [E, N, K] is contiguous.
 
     IN_ORDER: x's rows are already sorted. A program that finds no tile ends.
     """
@@ -250,15 +241,9 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
     b_ptrs = w_start + tl.where(columns_b < N, columns_b, 0).to(tl.int64)[None, :] * K
     sum_a, sum_b = _sums(x_ptrs, is_row, a_ptrs, b_ptrs, K, PARTS == 2, BK, EVEN_K, INTERPRETED)
     y_ptrs = y_ptr + rows[:, None] * N
-    if ADDS:
-        scale = tl.load(scale_ptr + group)
-        _add_rows(y_ptrs, sum_a, scale, columns_a, is_row, N, INTERPRETED)
-        if PARTS == 2:
-            _add_rows(y_ptrs, sum_b, scale, columns_b, is_row, N, INTERPRETED)
-    else:
-        _store_rows(y_ptrs, sum_a, columns_a, is_row, N, INTERPRETED)
-        if PARTS == 2:
-            _store_rows(y_ptrs, sum_b, columns_b, is_row, N, INTERPRETED)
+    _store_rows(y_ptrs, sum_a, columns_a, is_row, N, INTERPRETED)
+    if PARTS == 2:
+        _store_rows(y_ptrs, sum_b, columns_b, is_row, N, INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -311,12 +296,11 @@ def grouped_linear(
     buckets: Buckets,
     y: Tensor,
     in_order: bool = False,
-    scale_E: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """Writes x_row W_e^T to y's rows that are in a group, or with scale_E adds that much of it; other rows are left alone.
+    """Writes x_row W_e^T to y's rows that are in a group; other rows are left alone.
 
-    x [P, K] in the rows' order, or (in_order) sorted; y [P, N], contiguous. scale_E fp32.
+    x [P, K] in the rows' order, or (in_order) sorted; y [P, N], contiguous.
     """
     E, N, K = weight_ENK.shape
     P = buckets.order_P.numel()
@@ -330,14 +314,12 @@ def grouped_linear(
         y,
         buckets.order_P,
         buckets.edges,
-        buckets.edges if scale_E is None else scale_E,
         N,
         K,
         x.stride(0),
         E=E,
         BE=triton.next_power_of_2(E),
         IN_ORDER=in_order,
-        ADDS=scale_E is not None,
         **launch_options(tile, K),
     )
 
@@ -420,19 +402,3 @@ def linear(x_MK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype | None = None
     """`multiply` with gradients by torch.mm, of out_dtype's gradient rounded to x's type."""
     out: Tensor = _Linear.apply(x_MK, weight_NK, out_dtype)
     return out
-
-
-def lora_branch(
-    x_MK: Tensor, A_arK: Tensor, B_aNr: Tensor, adapter_M: Tensor, scale_a: Tensor, onto_MN: Tensor | None = None
-) -> Tensor:
-    """`reference.lora_branch` without autograd: two grouped GEMMs, the second adds onto a copy of onto_MN."""
-    check_types(x_MK, A_arK, B_aNr)
-    buckets = bucket(adapter_M, A_arK.shape[0])
-    z_Mr = torch.empty(x_MK.shape[0], A_arK.shape[1], dtype=x_MK.dtype, device=x_MK.device)
-    grouped_linear(rows_of(x_MK), A_arK.contiguous(), buckets, z_Mr)
-    if onto_MN is None:
-        out_MN = x_MK.new_zeros(x_MK.shape[0], B_aNr.shape[1])
-    else:
-        out_MN = onto_MN.clone(memory_format=torch.contiguous_format)
-    grouped_linear(z_Mr, B_aNr.contiguous(), buckets, out_MN, scale_E=scale_a.float())
-    return out_MN
