@@ -32,7 +32,7 @@ from k3kernels.attn_res import reference as attn_res_reference
 from k3kernels.attn_res.triton import attn_res
 from k3kernels.kda.reference import kda_gate, l2_norm
 from k3kernels.kda.triton import KdaWork, decode_work, prefill_work
-from k3kernels.moe.triton import route
+from k3kernels.moe.router import route
 from k3kernels.rms_norm import reference as norm_reference
 from k3kernels.rms_norm.triton import gated_rms_norm, rms_norm
 from k3kernels.short_conv import reference as conv_reference

@@ -199,10 +199,20 @@ def moe_cases() -> list[Case]:
     combine = {"y_ptr": "*bf16", "experts_ptr": "*i64", "weights_ptr": "*fp32", "out_ptr": "*bf16", "R": "i32"}
     constants = {"E": 64, "SLOTS": 8, "BLOCK": COMBINED_COLUMNS, "INTERPRETED": False}
     cases.append(Case("moe", "combine_kernel", combine, constants, 4, architectures=HOPPER))
-    route = {"logits_ptr": "*fp32", "bias_ptr": "*fp32", "experts_ptr": "*i64", "weights_ptr": "*fp32", "scale": "fp32"}
-    for E, k, num_warps in ((64, 8, 1), (896, 16, 4)):
-        constants = {"E": E, "BE": 1 << (E - 1).bit_length(), "SLOTS": k, "BS": k, "RENORMALIZE": True}
-        cases.append(Case("moe", "route_kernel", route, constants, num_warps, architectures=HOPPER))
+    return [*cases, *router_cases()]
+
+
+def router_cases() -> list[Case]:
+    """Of Kimi-Linear's router, and of K3's, which replays."""
+    logits, slots = {"logits_ptr": "*fp32"}, {"experts_ptr": "*i64", "scale": "fp32"}
+    cases = []
+    for E, k, num_warps, replay in ((256, 8, 1, {}), (896, 16, 4, {"replay_ptr": "*i32"})):
+        sizes = {"E": E, "BE": 1 << (E - 1).bit_length(), "SLOTS": k, "BS": k, "RENORMALIZE": True}
+        constants: dict[str, object] = sizes if replay else {**sizes, "replay_ptr": None}
+        route = logits | slots | replay | {"bias_ptr": "*fp32", "weights_ptr": "*fp32"}
+        gradient = logits | slots | {"grad_ptr": "*fp32", "grad_logits_ptr": "*fp32"}
+        cases.append(Case("moe.router", "route_kernel", route, constants, num_warps, architectures=HOPPER))
+        cases.append(Case("moe.router", "route_gradient_kernel", gradient, sizes, num_warps, architectures=HOPPER))
     return cases
 
 

@@ -29,21 +29,13 @@ def route(
     replay_Tk: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the reference. Computed again under activation checkpointing, with the first pass's experts as replay_Tk, a
-    layer keeps what it kept the first time: the logits."""
-    rule = (selection_bias_E, k, renormalize, scale)
+    layer keeps what it kept the first time."""
+    rule = (selection_bias_E, k, renormalize, scale, replay_Tk)
     if not uses_kernel(logits_TE):
-        return reference.route(logits_TE, *rule, replay_Tk)
-    from k3kernels.moe import triton  # where there is no GPU, Triton need not be installed
+        return reference.route(logits_TE, *rule)
+    from k3kernels.moe import router  # where there is no GPU, Triton need not be installed
 
-    experts_Tk, weights_Tk = triton.route(logits_TE.detach(), *rule)
-    if replay_Tk is not None:
-        experts_Tk = torch.where(replay_Tk < 0, experts_Tk, replay_Tk)
-
-    def weigh(logits_TE: Tensor) -> Tensor:
-        return reference.weigh(logits_TE, experts_Tk, renormalize, scale)
-
-    forward = weigh if replay_Tk is not None else lambda _: weights_Tk
-    return experts_Tk, forward_and_gradient(forward, weigh, logits_TE)
+    return router.route(logits_TE, *rule)
 
 
 def moe_experts(

@@ -29,19 +29,10 @@ def route(
     experts_Tk = torch.topk(p_TE.detach() + selection_bias_E, k, dim=-1).indices
     if replay_Tk is not None:
         experts_Tk = torch.where(replay_Tk < 0, experts_Tk, replay_Tk)
-    return experts_Tk, _weigh(p_TE, experts_Tk, renormalize, scale)
-
-
-def weigh(logits_TE: Tensor, experts_Tk: Tensor, renormalize: bool, scale: float) -> Tensor:
-    """`route`'s weights for experts that are chosen already."""
-    return _weigh(torch.sigmoid(logits_TE), experts_Tk, renormalize, scale)
-
-
-def _weigh(p_TE: Tensor, experts_Tk: Tensor, renormalize: bool, scale: float) -> Tensor:
     weights_Tk = p_TE.gather(1, experts_Tk)
-    if renormalize and experts_Tk.shape[1] > 1:
+    if renormalize and k > 1:
         weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20)
-    return weights_Tk * scale
+    return experts_Tk, weights_Tk * scale
 
 
 def moe_experts(

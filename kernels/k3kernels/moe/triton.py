@@ -4,7 +4,6 @@ Token-slot pairs are bucketed by expert (`linear.triton`). One kernel multiplies
 multiplies by w2, one weighs and adds the k results of a token in slot order. Every sum has one order, set by its length
 alone; there are no atomic adds. Rounds where the reference does: gate, up, the activation (SiLU's value and its product
 with up, both), w2's product, and the weighted sum once. tanh and sigmoid are within a few units of fp32's last place.
-`route` chooses a token's experts in one program.
 
 Without LoRA, packed matrices, gradients and a check of the routes: a slot with an expert below 0 adds nothing, and a
 token with one beyond E becomes NaN.
@@ -179,77 +178,3 @@ def gate_up(
         **launch_options(tile, R),
     )
     return h_PF
-
-
-@triton.jit
-def _sigmoid(x):  # type: ignore[no-untyped-def]
-    return 1 / (1 + tl.exp(-x))
-
-
-@triton.jit(do_not_specialize=["scale"])
-def route_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr,
-    bias_ptr,
-    experts_ptr,
-    weights_ptr,
-    scale,
-    E: tl.constexpr,
-    BE: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-):
-    """One token. Scores become integers of the same order, followed by the expert's number, lower ones first: so a slot
-    is one maximum. A NaN is the largest of all, as in torch."""
-    GONE: tl.constexpr = -(1 << 63)
-    token = tl.program_id(0).to(tl.int64)
-    experts = tl.arange(0, BE)
-    logits = tl.load(logits_ptr + token * E + experts, mask=experts < E, other=0.0).to(tl.float32)
-    score = _sigmoid(logits) + tl.load(bias_ptr + experts, mask=experts < E, other=0.0).to(tl.float32)
-    bits = tl.where(score == score, score, float("inf")).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    keys = tl.where(experts < E, ordered * BE + (BE - 1 - experts), GONE)
-    slots = tl.arange(0, BS)
-    chosen = tl.zeros([BS], tl.int64)
-    for slot in range(SLOTS):
-        best = tl.max(keys, 0)
-        keys = tl.where(keys == best, GONE, keys)
-        chosen = tl.where(slots == slot, BE - 1 - (best & (BE - 1)), chosen)
-    is_slot = slots < SLOTS
-    weights = _sigmoid(tl.load(logits_ptr + token * E + chosen, mask=is_slot, other=0.0).to(tl.float32))
-    if RENORMALIZE:
-        weights = weights / (tl.sum(tl.where(is_slot, weights, 0.0), 0) + 1e-20)
-    tl.store(experts_ptr + token * SLOTS + slots, chosen, mask=is_slot)
-    tl.store(weights_ptr + token * SLOTS + slots, weights * scale, mask=is_slot)
-
-
-def route(
-    logits_TE: Tensor, selection_bias_E: Tensor, k: int, renormalize: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """`reference.route` without replay: experts [T, k] int64, best first and equal scores by number; weights fp32.
-
-    logits fp32. Raises ValueError for more than E slots and for other types.
-    """
-    T, E = logits_TE.shape
-    if logits_TE.dtype != torch.float32 or not 0 < k <= E:
-        raise ValueError(
-            f"route takes fp32 logits and 1 to {E} slots, got {logits_TE.dtype} and {k}: convert or choose less"
-        )
-    experts_Tk = torch.empty(T, k, dtype=torch.int64, device=logits_TE.device)
-    weights_Tk = torch.empty(T, k, dtype=torch.float32, device=logits_TE.device)
-    if T:
-        block = triton.next_power_of_2(E)
-        route_kernel[(T,)](
-            logits_TE.contiguous(),
-            selection_bias_E.contiguous(),
-            experts_Tk,
-            weights_Tk,
-            float(scale),
-            E=E,
-            BE=block,
-            SLOTS=k,
-            BS=triton.next_power_of_2(k),
-            RENORMALIZE=renormalize and k > 1,
-            num_warps=1 if block <= 256 else 4,
-        )
-    return experts_Tk, weights_Tk
