@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -503,6 +504,7 @@ def _embed_prefect(root: str, run: str, *, alone: bool = False) -> None:
         hold_run(root, run, home)
     os.environ.setdefault("PREFECT_LOCAL_STORAGE_PATH", str(home / "results" / run))
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")  # errors are said once, by us, where they end a run
+    logging.getLogger("websockets").setLevel(logging.CRITICAL)  # a server that went away: Prefect connects again
 
     from prefect.context import refresh_global_settings_context
     from prefect.settings import get_current_settings
