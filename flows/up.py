@@ -287,10 +287,8 @@ def _remove(folder: Path) -> None:
 
     if not (folder / "ports.json").exists():
         raise RunError(f"{folder}: no servers were ever started from this folder; nothing is removed")
-    if (data := data_folder(folder)).exists():
-        shutil.rmtree(data)
-        if data.parent != folder:
-            data.parent.rmdir()
+    if (data := data_folder(folder)).parent != folder and data.parent.exists():
+        shutil.rmtree(data.parent)  # with what was set aside there
     for name in MADE_FOLDERS:
         if (folder / name).exists():
             shutil.rmtree(folder / name)

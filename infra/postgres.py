@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -108,6 +109,21 @@ def can_enter(path: Path, user: str) -> bool:
 def data_version(data: Path) -> int | None:
     file = data / "PG_VERSION"
     return int(file.read_text().strip()) if file.exists() else None
+
+
+def set_aside(data: Path) -> Path:
+    """Another name, beside it. Raises RunError while a PostgreSQL runs on the data."""
+    if (pid := running_pid(data)) is not None:
+        raise RunError(f"{data}: PostgreSQL {pid} still runs on it, for a folder that is gone: end that process")
+    names = (data.with_name(f"{data.name}.{number}") for number in count(1))
+    return data.rename(next(name for name in names if not name.exists()))
+
+
+def running_pid(data: Path) -> int | None:
+    """Of the server on these data; None for a number that belongs to no PostgreSQL."""
+    file = data / "postmaster.pid"
+    words = file.read_text().split() if file.exists() else []
+    return int(words[0]) if words and _is_postgres(int(words[0])) else None
 
 
 def command(where: Place, port: int) -> list[str]:
@@ -203,12 +219,8 @@ def accepts(port: int) -> Check:
 
 def _remove_stale_pid_file(data: Path) -> None:
     """After the machine itself went down, its number may belong to another program by now, and block the start."""
-    file = data / "postmaster.pid"
-    if not file.exists():
-        return
-    words = file.read_text().split()
-    if not words or not _is_postgres(int(words[0])):
-        file.unlink()
+    if running_pid(data) is None:
+        (data / "postmaster.pid").unlink(missing_ok=True)
 
 
 def _is_postgres(pid: int) -> bool:

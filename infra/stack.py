@@ -72,9 +72,10 @@ class Stack:
 def prepare(folder: Path) -> Stack:
     """Make the folder (absolute) and what is chosen once; what is there already is kept. Nothing is started.
 
-    Raises RunError when this machine lacks a server.
+    Raises RunError when this machine lacks a server, and ValueError for databases whose password is gone.
     """
     make_folder(folder)
+    _make_way(folder)
     stack = Stack(
         folder=folder,
         ports=_ports(folder / "ports.json"),
@@ -98,6 +99,18 @@ def make_folder(folder: Path) -> None:
     if any(character in str(folder) for character in "#,\n"):
         raise ValueError(f"{str(folder)!r}: the path must not hold a # or a comma; choose another --dir")
     folder.mkdir(mode=0o711 if os.geteuid() == 0 else 0o700, parents=True, exist_ok=True)
+
+
+def _make_way(folder: Path) -> None:
+    """A folder that was removed by hand may have left databases elsewhere, with a password that nobody knows any more:
+    a new folder of its name must not meet them."""
+    data, known = postgres.data_folder(folder), folder / "secrets.env"
+    if known.exists() or postgres.data_version(data) is None:
+        return
+    if data.parent == folder or (folder / "ports.json").exists():
+        raise ValueError(f"{known}: is gone, and {data} cannot be opened without it: restore it, or `k3 down --delete`")
+    kept = postgres.set_aside(data)
+    print(f"{data}: of an earlier {folder} that is gone; kept as {kept}", flush=True)
 
 
 def load(folder: Path) -> Stack:

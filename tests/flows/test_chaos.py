@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ from random import Random
 import pytest
 
 from flows.chaos.faults import FAULTS, schedule
+from infra.postgres import data_folder
 
 
 def test_every_kind_of_fault_comes_as_often_as_every_other() -> None:
@@ -27,8 +29,11 @@ def test_a_run_under_random_faults_ends_with_the_very_weights_of_an_undisturbed_
     """Nothing is lost, done twice, half written or left behind: `k3 chaos` ends with 1 if it is, and says what."""
     out = tmp_path / "chaos.json"
     command = [sys.executable, "-m", "flows.cli", "chaos", "smoke", "steps=2", "evaluate.every=2"]
-    command += ["--faults", "5", "--per-run", "5", "--seed", "7", "--dir", str(tmp_path / "k3"), "--out", str(out)]
+    folder = tmp_path / "k3"
+    command += ["--faults", "5", "--per-run", "5", "--seed", "7", "--dir", str(folder), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2300)
+    if (data := data_folder(folder)).parent != folder:  # no pytest cleans up there
+        shutil.rmtree(data.parent, ignore_errors=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     (trial,) = json.loads(out.read_text())["trials"]
     assert trial["ends"][-1] == "Completed"

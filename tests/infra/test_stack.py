@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import pwd
+import shutil
 import socket
 import stat
 import tempfile
@@ -176,6 +177,52 @@ def test_data_of_a_postgresql_that_is_gone_are_refused(folder: Path, monkeypatch
     (data / "PG_VERSION").write_text("9\n")
     with pytest.raises(RunError, match="was made by PostgreSQL 9, which is not on this machine"):
         prepare(folder)
+
+
+@pytest.fixture
+def outside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Databases that a stack of the folder made where root keeps them, beside a reachable folder."""
+    data = folder.with_name("reachable") / "postgres"
+    monkeypatch.setattr(postgres, "data_folder", lambda _folder: data)
+    major = postgres._major_of(prepare(folder).postgres.bin)
+    data.mkdir(parents=True)
+    (data / "PG_VERSION").write_text(f"{major}\n")
+    return data
+
+
+def test_a_folder_that_was_removed_by_hand_and_made_again_does_not_meet_the_old_databases(
+    folder: Path, outside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(folder)
+    assert outside.exists()  # of this very folder: it stays
+    for number in (1, 2):
+        shutil.rmtree(folder)
+        prepare(folder)
+        kept = outside.with_name(f"postgres.{number}")
+        assert not outside.exists()
+        assert (kept / "PG_VERSION").exists()
+        assert capsys.readouterr().out == f"{outside}: of an earlier {folder} that is gone; kept as {kept}\n"
+        shutil.copytree(kept, outside)
+
+
+def test_databases_that_a_server_still_runs_on_are_not_set_aside(
+    folder: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(folder)
+    (outside / "postmaster.pid").write_text("4711\n")
+    monkeypatch.setattr(postgres, "_is_postgres", lambda pid: pid == 4711)
+    with pytest.raises(RunError, match="PostgreSQL 4711 still runs on it, for a folder that is gone: end that process"):
+        prepare(folder)
+    assert outside.exists()
+
+
+def test_databases_whose_password_is_gone_are_refused(folder: Path, outside: Path) -> None:
+    (folder / "secrets.env").unlink()
+    with pytest.raises(
+        ValueError, match=r"secrets.env: is gone, and .*/reachable/postgres cannot be opened without it"
+    ):
+        prepare(folder)
+    assert outside.exists()
 
 
 def test_the_database_keeps_what_was_committed_whatever_its_files_say() -> None:
