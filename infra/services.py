@@ -27,7 +27,7 @@ class Program:
     after: Sequence[str] = ()
     cwd: Path = Path("/")
     user: str | None = None
-    start_timeout_s: float = 300.0  # MLflow on a busy pair of cores needs more than 100
+    start_timeout_s: float = 300.0  # it only has to end what hangs: a busy machine takes its time
     stop_signal: signal.Signals = signal.SIGTERM
     stop_timeout_s: float = 10.0
 
