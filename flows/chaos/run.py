@@ -101,7 +101,7 @@ def servers(world: World) -> Iterator[None]:
     try:
         while not world.is_up():  # the supervisor knows how long each may take
             if supervisor.poll() is not None:
-                raise RunError(_why_not_up(world.folder))
+                raise RunError(why_not_up(world.folder))
             time.sleep(0.5)
         yield
     finally:
@@ -111,7 +111,8 @@ def servers(world: World) -> Iterator[None]:
             subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def _why_not_up(folder: Path) -> str:
+def why_not_up(folder: Path) -> str:
+    """A line, and below it the last words of the log that it names."""
     state = read_state(folder)
     why, words = (state and failure(state)) or ("the supervisor ended", last_lines(folder / "supervisor.log"))
     return "\n  ".join([f"the servers did not start: {why}", *words])

@@ -117,19 +117,16 @@ class _Upload:
         pass_fence()
         etags = {int(number): etag for number, etag in self._state.etags.items()}
         try:
-            is_stored = self._s3.complete_upload(self._path, self._state.upload_id, etags, is_exclusive=is_exclusive)
+            if not self._s3.complete_upload(self._path, self._state.upload_id, etags, is_exclusive=is_exclusive):
+                self._s3.abort_upload(self._path, self._state.upload_id)
         except UploadGone as error:
             # Done by a try whose answer got lost, or else aborted by somebody.
             if not _holds(self._s3, self._path, self._content):
                 raise self._forgotten() from error
-            is_stored = True
-        if not is_stored:
-            self._s3.abort_upload(self._path, self._state.upload_id)
-        if is_exclusive or not is_stored:
-            # SeaweedFS looks and writes in two steps: of two uploads that end at once, the later replaces the earlier.
-            is_stored = _holds(self._s3, self._path, self._content)
         remove_state(self._state_file)
-        return is_stored
+        # Also of one that was first: SeaweedFS looks and writes in two steps, and of two uploads that end at the same
+        # moment the later replaces the earlier.
+        return not is_exclusive or _holds(self._s3, self._path, self._content)
 
     def _taken_up_or_begun(self, fresh: UploadState) -> UploadState:
         left = read_state(self._state_file, UploadState)

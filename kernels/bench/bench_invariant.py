@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from harness import copy_bytes_per_ms, describe_machine, device, relative_error, same_bits, time_on_device
-from side_by_side import OURS, Case, Results, Row, attempt, numbers, print_table, violations
+from side_by_side import OURS, Case, Results, Row, attempt, numbers, report
 from torch import Tensor
 
 from k3kernels.linear import persistent
@@ -125,10 +125,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     bench = Bench(results, arguments.repeats, tiles)
     for K, N in shapes:
         bench.measure(rows, K, N)
-    print_table(results.table())
-    broken = violations(results.measured_here, LIMITS)
-    print("\n".join([f"written to {results.path}", *broken]))
-    return 1 if broken else 0
+    return report(results, LIMITS)
 
 
 def shapes_of(text: str) -> tuple[tuple[int, int], ...]:

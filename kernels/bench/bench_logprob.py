@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import describe_machine, device, peak_gib, print_profile, relative_error, same_bits, time_on_device
-from side_by_side import OURS, Case, Results, Row, attempt, numbers, print_table, violations
+from side_by_side import OURS, Case, Results, Row, attempt, numbers, report
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -328,12 +328,7 @@ def main() -> int:
         return 0
     for M in arguments.rows or sizes.rows:
         bench.measure(M)
-    print_table(results.table())
-    print(f"written to {results.path}")
-    broken = violations(results.measured_here, LIMITS)
-    for line in broken:
-        print(line)
-    return 1 if broken else 0
+    return report(results, LIMITS)
 
 
 if __name__ == "__main__":

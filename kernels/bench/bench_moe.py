@@ -33,7 +33,7 @@ import moe_torch
 import torch
 from harness import copy_bytes_per_ms, describe_machine, peak_gib, print_profile, same_bits, time_on_device
 from moe_inputs import BETAS, K3, NAMES, TOY, UNIFORM, ZIPF, Exact, Inputs, Sizes, draw, draw_matrices, exact
-from side_by_side import OURS, Case, Results, Row, attempt, numbers, print_table, violations
+from side_by_side import OURS, Case, Results, Row, attempt, numbers, report
 from torch import Tensor
 
 from k3kernels.moe.grouped import TORCH, Products, Tiles, pick_tiles
@@ -218,10 +218,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     for num_tokens in sizes.lengths if arguments.dry else arguments.lengths:
         for layout in arguments.layouts.split(","):
             bench.measure(num_tokens, layout, [s for s in SECTIONS if s in arguments.sections.split(",")])
-    print_table(results.table())
-    broken = violations(results.measured_here, LIMITS)
-    print(*broken, f"written to {results.path}", sep="\n")
-    return 1 if broken else 0
+    return report(results, LIMITS)
 
 
 def run_parts(arguments: argparse.Namespace) -> int:

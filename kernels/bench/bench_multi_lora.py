@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import copy_bytes_per_ms, describe_machine, device, peak_gib, same_bits, time_on_device
-from side_by_side import OURS, Case, Results, Row, attempt, numbers, print_table, violations
+from side_by_side import OURS, Case, Results, Row, attempt, numbers, report
 from torch import Tensor
 
 from k3kernels.linear import multi_lora as op
@@ -325,10 +325,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         bench.measure(T, shapes[0], ONE)
         if arguments.parts:
             bench.measure_parts(T, shapes[0], MIXED)
-    print_table(results.table())
-    broken = violations(results.measured_here, LIMITS)
-    print("\n".join([f"written to {results.path}", *broken]))
-    return 1 if broken else 0
+    return report(results, LIMITS)
 
 
 def shapes_of(text: str) -> tuple[tuple[int, int], ...]:

@@ -9,7 +9,7 @@ Sections: forward; forward and backward to the logits; the same with the experts
 
 Errors are relative to the definition in fp64 with ours' experts; `experts` is the share of slots that differ from its own
 choice in fp64, where two scores that are equal in fp32 may change places. The floor counts bytes alone: logits read once,
-experts and weights written, and for a gradient the same again with the gradient's row.
+experts and weights written; for a gradient the experts, their logits and the weights' gradient read, and its row written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from harness import copy_bytes_per_ms, describe_machine, device, peak_gib, relative_error, same_bits, time_on_device
-from side_by_side import OURS, Case, Results, Row, attempt, numbers, print_table, violations
+from side_by_side import OURS, Case, Results, Row, attempt, numbers, report
 from torch import Tensor
 
 from k3kernels.moe import reference, router
@@ -93,9 +93,7 @@ def errors_of(got: dict[str, Tensor], inputs: Inputs, section: str) -> dict[str,
 def floor_ms(num_tokens: int, sizes: Sizes, section: str, bytes_per_ms: float) -> float:
     row, slots = 4 * sizes.experts, sizes.slots
     forward = row + 12 * slots + (8 * slots if section == REPLAY else 0)
-    backward = (
-        0 if section == FORWARD else row + 8 * slots + 2 * 4 * slots
-    )  # the chosen logits only, and their gradient
+    backward = 0 if section == FORWARD else row + 16 * slots
     return num_tokens * (forward + backward) / bytes_per_ms
 
 
@@ -146,12 +144,7 @@ def main() -> int:
                 if peer in arguments.only:
                     blank = Row(Case(section, num_tokens), peer, floor_ms=floor, checked="all tokens")
                     results.add(attempt(blank, partial(measure, route, inputs, arguments.repeats)))
-    print_table(results.table())
-    print(f"written to {results.path}")
-    broken = violations(results.measured_here, LIMITS)
-    for line in broken:
-        print(line)
-    return 1 if broken else 0
+    return report(results, LIMITS)
 
 
 if __name__ == "__main__":

@@ -198,10 +198,14 @@ def print_table(cells: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-def report(results: Results, limits: Mapping[str, float], tuned_here: Sequence[str]) -> int:
-    """Prints the table and what ours does not keep to; the exit status, 1 where there is something of that."""
+def report(results: Results, limits: Mapping[str, float], tuned_here: Sequence[str] | None = None) -> int:
+    """Prints the table and what ours does not keep to; the exit status, 1 where there is something of that.
+
+    tuned_here: FLA's kernels that were, where it is a peer.
+    """
     print_table(results.table())
-    print(f"written to {results.path}; FLA kernels tuned in this process: {', '.join(tuned_here) or 'none'}")
+    tuned = "" if tuned_here is None else f"; FLA kernels tuned in this process: {', '.join(tuned_here) or 'none'}"
+    print(f"written to {results.path}{tuned}")
     broken = violations(results.measured_here, limits)
     for line in broken:
         print(line)

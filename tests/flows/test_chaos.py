@@ -13,6 +13,7 @@ from random import Random
 import pytest
 
 from flows.chaos.faults import FAULTS, schedule
+from flows.chaos.run import why_not_up
 from infra.postgres import data_folder
 
 
@@ -21,6 +22,17 @@ def test_every_kind_of_fault_comes_as_often_as_every_other() -> None:
     assert set(kinds.values()) == {3}
     assert set(kinds) == set(FAULTS)
     assert len(set(schedule(len(FAULTS), Random(2)))) == len(FAULTS)
+
+
+def test_servers_that_did_not_start_are_named_with_the_last_words_of_their_log(tmp_path: Path) -> None:
+    (tmp_path / "supervisor.log").write_text("no port is free\n")
+    assert why_not_up(tmp_path) == "the servers did not start: the supervisor ended\n  no port is free"
+    log = tmp_path / "mlflow.log"
+    log.write_text("one\ntwo\n")
+    service = {"name": "mlflow", "reason": "ended with code 1, 3 times", "log": str(log)}
+    (tmp_path / "state.json").write_text(json.dumps({"failed": "mlflow", "services": [service]}))
+    line = f"the servers did not start: mlflow ended with code 1, 3 times: see {log}"
+    assert why_not_up(tmp_path) == f"{line}\n  one\n  two"
 
 
 @pytest.mark.slow

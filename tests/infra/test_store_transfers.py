@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,6 +219,24 @@ def test_large_files_at_once_under_one_key_have_exactly_one_winner(
     assert Store(s3_root, QUICK).get(won[0][1]) == bytes([won[0][0]]) * (PART + 1)
     assert unfinished(s3_root) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"]
+
+
+def test_an_upload_that_another_replaced_at_the_moment_of_its_end_is_no_winner(
+    s3_root: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete_upload = S3Requests.complete_upload
+    other = tmp_path / "other"
+    other.write_bytes(bytes(PART + 1))
+
+    def replaced(self: S3Requests, *arguments: Any, **options: Any) -> bool:
+        monkeypatch.setattr(S3Requests, "complete_upload", complete_upload)
+        is_first = complete_upload(self, *arguments, **options)
+        Store(s3_root, QUICK).put_file("k", other, replace=True)
+        return is_first
+
+    monkeypatch.setattr(S3Requests, "complete_upload", replaced)
+    with pytest.raises(AlreadyCommitted):
+        Store(s3_root, QUICK).put_file("k", source)
 
 
 def test_a_file_that_changes_while_it_is_sent_is_not_stored(s3_root: str, s3_proxy: FaultProxy, source: Path) -> None:

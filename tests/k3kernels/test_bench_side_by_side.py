@@ -238,6 +238,7 @@ def test_flas_choice_is_kept_in_the_form_that_it_reads():
         ("bench_kda.py", "run", "--only", "eager"),
         ("bench_attn_res.py", "run", "--only", "eager"),
         ("bench_logprob.py", "--only", "torch"),
+        ("bench_router.py", "--only", "torch,compiled"),
     ],
 )
 def test_a_bench_runs_through_without_a_gpu(bench, tmp_path):

@@ -1,7 +1,7 @@
 """LatentMoE's router on a GPU: a token's experts and weights in one program, and the logits' gradient in another.
 
-Weights are those of the current logits whoever chose the experts, in the same arithmetic: a trainer that replays an
-engine's routes (arXiv 2510.11370) has the weights' bits that the engine had.
+Weights are those of the current logits whoever chose the experts, in the same arithmetic: with an engine's logits a
+trainer that replays its routes (arXiv 2510.11370) has the bits of its weights too.
 """
 
 from __future__ import annotations
