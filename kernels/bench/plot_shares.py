@@ -1,5 +1,4 @@
-"""Where a step spends its device time, by operation, as one picture: K3's layers, a 3 B model's training step, and decoding
-where bench_engine.py has profiled it.
+"""Where a step spends its device time, by operation, as one picture: K3's layers, a 3 B model's training step and decoding.
 
 python kernels/bench/plot_shares.py docs/images/shares.png
 """
@@ -24,7 +23,9 @@ def shares() -> dict[str, dict[str, float]]:
         found[what.removesuffix(" tokens").rpartition(",")[0]] = {
             op: ms for op, (ms, _) in step["by_operation"].items()
         }
-    for batch, kernels in json.loads(ENGINE.read_text())["sections"].get("profile", {}).items():
+    for batch, kernels in json.loads(ENGINE.read_text())["sections"]["profile"].items():
+        if not isinstance(kernels, dict):  # how long it took
+            continue
         by: dict[str, float] = {}
         for kernel, (_, ms) in kernels.items():
             by[operation_of(kernel)] = by.get(operation_of(kernel), 0.0) + ms
