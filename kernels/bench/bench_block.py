@@ -50,9 +50,9 @@ from k3core.rl.optim import OptimConfig
 from k3core.rl.trainer import Trainer
 from k3kernels.dispatch import batch_invariant
 from k3kernels.linear import linear
-from k3kernels.moe import frozen
+from k3kernels.moe import frozen, grouped
+from k3kernels.moe.hopper import LowRank
 from k3kernels.moe.matrices import Matrices, PackedMatrices
-from k3kernels.moe.packed import LowRank
 from k3kernels.packing import Packing
 
 OUT = Path(__file__).parent / "results" / "block_h200.json"
@@ -142,36 +142,35 @@ def in_mode(mode: str) -> Iterator[None]:
 
 
 class Unpacked:
-    """`packed.Products` by torch's grouped GEMM, over matrices unpacked for every product."""
+    """`hopper.Products` by torch's grouped GEMM, over matrices unpacked for every product."""
 
     def __init__(self, pairs: Any) -> None:
         self.pairs, self.offs = pairs, pairs.edges[1:]
 
-    def product(
-        self, x: Tensor, matrices: Sequence[Matrices], low_rank: LowRank | None = None, gathers: bool = False
-    ) -> list[Tensor]:
-        x = self._rows(x, gathers)
-        ys = [torch._grouped_mm(x, _unpacked(w).mT, offs=self.offs) for w in matrices]
+    def gated(
+        self, x: Tensor, w1: Matrices, w3: Matrices, betas: Any, _: bool, low_rank: LowRank | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up = (
+            self.product(x, w, None if low_rank is None else LowRank(low_rank.z[m:], low_rank.factors[m:]))
+            for m, w in enumerate((w1, w3))
+        )
+        return gate, up, grouped.activate(gate, up, self.pairs, betas)
+
+    def product(self, x: Tensor, w: Matrices, low_rank: LowRank | None = None) -> Tensor:
+        y: Tensor = torch._grouped_mm(x, _unpacked(w).mT, offs=self.offs)
         if low_rank is not None:
-            for y, z, factor in zip(ys, low_rank.z, low_rank.factors, strict=True):
-                y += torch._grouped_mm(z, factor.mT, offs=self.offs)
-        return ys
+            y += torch._grouped_mm(low_rank.z[0], low_rank.factors[0].mT, offs=self.offs)
+        return y
 
     def inputs_gradient(
-        self, ys: Sequence[Tensor], matrices: Sequence[Matrices], low_rank: LowRank | None = None, gathers: bool = False
+        self, ys: Sequence[Tensor], matrices: Sequence[Matrices], low_rank: LowRank | None = None
     ) -> Tensor:
-        x = sum(
-            torch._grouped_mm(self._rows(y, gathers), _unpacked(w), offs=self.offs)
-            for y, w in zip(ys, matrices, strict=True)
-        )
+        x = sum(torch._grouped_mm(y, _unpacked(w), offs=self.offs) for y, w in zip(ys, matrices, strict=True))
         if low_rank is not None:
             for z, factor in zip(low_rank.z, low_rank.factors, strict=True):
                 x += torch._grouped_mm(z, factor, offs=self.offs)
         assert isinstance(x, Tensor)
         return x
-
-    def _rows(self, x: Tensor, gathers: bool) -> Tensor:
-        return x.index_select(0, self.pairs.order_P // self.pairs.num_slots) if gathers else x
 
 
 def _unpacked(w: Matrices) -> Tensor:

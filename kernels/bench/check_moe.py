@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,11 +22,12 @@ from harness import describe_machine, relative_error, same_bits, time_on_device,
 from torch import Tensor
 
 from k3kernels.moe.frozen import moe_experts_frozen
+from k3kernels.moe.hopper import LowRank, Products
 from k3kernels.moe.matrices import LoraPair, Matrices, PackedMatrices
-from k3kernels.moe.packed import LowRank, Products
 from k3kernels.moe.pairs import Pairs, sort_pairs
 from k3kernels.moe.reference import moe_experts
 from k3kernels.mxfp4 import unpack
+from k3kernels.situ.reference import situ
 
 OUT = Path(__file__).parent / "checks" / "moe_h200.json"
 DEVICE = torch.device("cuda")
@@ -58,71 +61,106 @@ def dense(w: Matrices) -> Tensor:
     return unpack(w.packed, w.scale, torch.bfloat16) if isinstance(w, PackedMatrices) else w  # type: ignore[return-value]
 
 
-def exact(xs: list[Tensor], ws: list[Tensor], pairs: Pairs, is_transposed: bool, low: LowRank | None) -> list[Tensor]:
-    """In fp64: the product of xs[0] with each, or the sum of each x times its own."""
-    edges = pairs.edges.tolist()
-    outs = []
-    for m, w in enumerate(ws):
-        x = xs[m if is_transposed else 0].double()
-        out = x.new_zeros(len(x), w.shape[2 if is_transposed else 1])
-        for e, (i, j) in enumerate(itertools.pairwise(edges)):
-            out[i:j] = x[i:j] @ (w[e].double() if is_transposed else w[e].double().T)
-            if low is not None:
-                factor = low.factors[m][e].double()
-                out[i:j] += low.z[m][i:j].double() @ (factor if is_transposed else factor.T)
-        outs.append(out)
-    return [sum(outs)] if is_transposed else outs  # type: ignore[list-item]
+LOST = 9  # rows without an expert, behind all others; they hold NaN
+
+
+class Case:
+    """Rows of experts that end anywhere, two matrices, and what the products of them are in fp64; a pair of LoRA above each
+    matrix, or none."""
+
+    outer, inner = 1024, 768
+    counts = (0, 1, 31, 33, 64, 97, 130, 150, 161, 177, 480, 0, 7)
+
+    def __init__(self, rank: int) -> None:
+        E, self.num_rows = len(self.counts), sum(self.counts)
+        pairs = pairs_of(list(self.counts))
+        self.pairs = replace(pairs, order_P=torch.cat([pairs.order_P, pairs.order_P[:LOST]]))
+        self.stored = [codes(E, self.outer, self.inner, seed=m) for m in range(2)]
+        self.dense = [dense(w) for w in self.stored]
+        self.x, *self.ys = (self.rows(n, 5 + i) for i, n in enumerate((self.inner, self.outer, self.outer)))
+        self.forward = self.backward = None
+        if rank:
+            zs = [self.rows(rank, 20 + m) for m in range(2)]
+            self.forward = LowRank(zs, [randn(E, self.outer, rank, seed=30 + m, scale=0.1) for m in range(2)])
+            self.backward = LowRank(zs, [randn(E, rank, self.inner, seed=40 + m, scale=0.1) for m in range(2)])
+
+    def rows(self, width: int, seed: int) -> Tensor:
+        return torch.cat([randn(self.num_rows, width, seed=seed), randn(LOST, width, seed=0).fill_(torch.nan)])
+
+    def of_experts(self, product: Callable[[int, slice], Tensor]) -> Tensor:
+        edges = itertools.pairwise(self.pairs.edges.tolist())
+        return torch.cat([product(e, slice(i, j)) for e, (i, j) in enumerate(edges)])
+
+    def product(self, m: int) -> Tensor:
+        def of(e: int, p: slice) -> Tensor:
+            y = self.x[p].double() @ self.dense[m][e].double().T
+            low = self.forward
+            return y if low is None else y + low.z[m][p].double() @ low.factors[m][e].double().T
+
+        return self.of_experts(of)
+
+    def inputs_gradient(self, m: int) -> Tensor:
+        def of(e: int, p: slice) -> Tensor:
+            x = self.ys[m][p].double() @ self.dense[m][e].double()
+            low = self.backward
+            return x if low is None else x + low.z[m][p].double() @ low.factors[m][e].double()
+
+        return self.of_experts(of)
+
+    def works(self, ws: Sequence[Matrices]) -> dict[str, Callable[[], Sequence[Tensor | None]]]:
+        products, low, back = Products.of(self.pairs), self.forward, self.backward
+        of_first = back and LowRank(back.z[:1], back.factors[:1])
+        return {
+            "gate, up, h": partial(products.gated, self.x, *ws, BETAS, True, low),
+            "h alone": lambda: products.gated(self.x, *ws, BETAS, False, low)[2:],
+            "x w^T": lambda: [products.product(self.x, ws[0], low)],
+            "y w": lambda: [products.inputs_gradient(self.ys[:1], ws[:1], of_first)],
+            "y w, two": lambda: [products.inputs_gradient(self.ys, ws, back)],
+        }
+
+    def wants(self) -> dict[str, list[Tensor]]:
+        gate, up = self.product(0), self.product(1)
+        h = situ(gate.bfloat16().double(), up.bfloat16().double(), *BETAS)
+        first, second = self.inputs_gradient(0), self.inputs_gradient(1)
+        of_all = {"gate, up, h": [gate, up, h], "h alone": [h], "x w^T": [gate]}
+        return of_all | {"y w": [first], "y w, two": [first + second]}
 
 
 def check_products(found: dict[str, object]) -> None:
-    outer, inner = 512, 768
-    counts = [0, 1, 31, 33, 64, 97, 130, 150, 161, 480, 0, 7]
-    pairs = pairs_of(counts)
-    P, E = sum(counts), len(counts)
-    products = Products.of(pairs)
-    for is_packed in (False, True):
-        for number in (1, 2):
-            for rank in (0, 64, 128):
-                stored = [codes(E, outer, inner, seed=m) for m in range(number)]
-                ws = [dense(w) for w in stored]
-                given = stored if is_packed else ws
-                for is_transposed in (False, True):
-                    width, other = (outer, inner) if is_transposed else (inner, outer)
-                    xs = [randn(P, width, seed=7 + m) for m in range(number if is_transposed else 1)]
-                    low = None
-                    if rank:
-                        shape = (E, rank, other) if is_transposed else (E, other, rank)
-                        low = LowRank(
-                            [randn(P, rank, seed=20 + m) for m in range(number)],
-                            [randn(*shape, seed=30 + m, scale=0.1) for m in range(number)],
-                        )
+    """MXFP4 has to give the bits of the same matrices in bf16."""
+    for rank in (0, 64, 128):
+        case = Case(rank)
+        wants = case.wants()
+        results: dict[str, list[Tensor]] = {}
+        for kind, ws in (("mxfp4", case.stored), ("bf16", case.dense)):
+            for name, work in case.works(ws).items():
+                got, again = ([y[: case.num_rows] for y in work() if y is not None] for _ in range(2))
+                error = max(relative_error(g, w) for g, w in zip(got, wants[name], strict=True))
+                bits = all(same_bits(g, a) for g, a in zip(got, again, strict=True))
+                if kind == "bf16":
+                    bits = bits and all(same_bits(g, m) for g, m in zip(got, results[name], strict=True))
+                results[name] = got
+                report(found, f"{kind}, rank {rank}: {name}", error, 2 * ONCE, bits)
 
-                    def run(matrices, xs=xs, low=low, is_transposed=is_transposed):  # type: ignore[no-untyped-def]
-                        if is_transposed:
-                            return [products.inputs_gradient(xs, matrices, low)]
-                        return products.product(xs[0], matrices, low)
 
-                    got, again = run(given), run(given)
-                    want = exact(xs, ws, pairs, is_transposed, low)
-                    error = max(relative_error(g, w) for g, w in zip(got, want, strict=True))
-                    bits = all(same_bits(g, a) for g, a in zip(got, again, strict=True))
-                    if is_packed:
-                        bits = bits and all(same_bits(g, a) for g, a in zip(got, run(ws), strict=True))
-                    name = f"{'mxfp4' if is_packed else 'bf16'} x{number} rank {rank} {'y w' if is_transposed else 'x w^T'}"
-                    report(found, name, error, ONCE, bits)
+def check_weights_gradient(found: dict[str, object]) -> None:
+    case = Case(0)
+    products, y, x = Products.of(case.pairs), case.ys[0], case.x
+    got, again = (products.weights_gradient(y, x) for _ in range(2))
+    want = case.of_experts(lambda _, p: (y[p].double().T @ x[p].double())[None])
+    report(found, "y^T x", relative_error(got, want), 2 * ONCE, same_bits(got, again))
 
 
 def check_scales(found: dict[str, object]) -> None:
-    """A row of ones and zeros picks out one column of the matrix: every code under every scale."""
+    """A row of ones and zeros picks out one column of the matrix, or one row: every code under every scale."""
     wrong = 0
-    pairs = pairs_of([256])
+    pairs = pairs_of([512])
     products = Products.of(pairs)
-    eye = torch.eye(256, device=DEVICE, dtype=torch.bfloat16)
+    eye = torch.eye(512, device=DEVICE, dtype=torch.bfloat16)[pairs.order_P.long()]
     for scale in (0, 1, 2, 60, 118, 127, 128, 129, 140, 251):
-        w = codes(1, 256, 256, seed=scale, scale=scale)
-        (got,) = products.product(eye[pairs.order_P.long()], [w])
-        want = dense(w)[0].T[pairs.order_P.long()]
-        wrong += int((got != want).sum())
+        w = codes(1, 512, 512, seed=scale, scale=scale)
+        wrong += int((products.product(eye, w) != dense(w)[0].T[pairs.order_P.long()]).sum())
+        wrong += int((products.inputs_gradient([eye], [w]) != dense(w)[0][pairs.order_P.long()]).sum())
     report(found, "every code under ten scales, differing", float(wrong), 0.0, True)
 
 
@@ -168,25 +206,30 @@ def time_products(found: dict[str, object], E: int, P: int, repeats: int) -> Non
     products, offs = Products.of(pairs), pairs.edges[1:]
     stored = [codes(E, F, R, seed=1), codes(E, F, R, seed=2)]
     x, y = randn(P, R, seed=3), randn(P, F, seed=4)
-    flops = 2 * 2 * P * R * F
-    works: dict[str, Callable[[], object]] = {
-        "mxfp4 w1 and w3": lambda: products.product(x, stored),
-        "mxfp4 w1 and w3, inputs": lambda: products.inputs_gradient([y, y], stored),
-    }
+    works: dict[str, tuple[int, Callable[[], object]]] = {}
+    kinds: dict[str, Sequence[Matrices]] = {"mxfp4": stored}
     if E <= 128:
-        w13 = [dense(w) for w in stored]
-        stacked = torch.cat(w13, 1)
-        y13 = torch.cat([y, y], 1)
+        kinds["bf16"] = [dense(w) for w in stored]
+    for kind, (w1, w3) in kinds.items():
         works |= {
-            "bf16 w1 and w3": lambda: products.product(x, w13),
-            "bf16 w1 and w3, inputs": lambda: products.inputs_gradient([y, y], w13),
-            "torch w1 and w3": lambda: torch._grouped_mm(x, stacked.mT, offs=offs),
-            "torch w1 and w3, inputs": lambda: torch._grouped_mm(y13, stacked, offs=offs),
+            f"{kind}, w1 and w3, h": (2, partial(products.gated, x, w1, w3, BETAS, False)),
+            f"{kind}, w1 and w3, gate, up, h": (2, partial(products.gated, x, w1, w3, BETAS, True)),
+            f"{kind}, w1": (1, partial(products.product, x, w1)),
+            f"{kind}, inputs": (2, partial(products.inputs_gradient, [y, y], [w1, w3])),
+            f"{kind}, hidden": (1, partial(products.inputs_gradient, [y], [w1])),
         }
-    for name, work in works.items():
+    if E <= 128:
+        w13, y13 = torch.cat([dense(w) for w in stored], 1), torch.cat([y, y], 1)
+        works |= {
+            "weights": (1, lambda: products.weights_gradient(y, x)),
+            "torch, w1 and w3": (2, lambda: torch._grouped_mm(x, w13.mT, offs=offs)),
+            "torch, inputs": (2, lambda: torch._grouped_mm(y13, w13, offs=offs)),
+            "torch, weights": (1, lambda: torch._grouped_mm(y.mT, x, offs=offs)),
+        }
+    for name, (number, work) in works.items():
         timing = time_on_device(name, work, repeats=repeats, is_queued=True)
         found[f"{E} experts, {P} pairs: {name}"] = {"ms": timing.median_ms, "spread_ms": timing.spread_ms}
-        rate = flops / timing.median_ms / 1e9
+        rate = number * 2 * P * R * F / timing.median_ms / 1e9
         print(f"{E} experts, {P} pairs, {name}: {timing.median_ms:.3f} ms, {rate:.0f} TFLOP/s", flush=True)
 
 
@@ -197,7 +240,7 @@ def main() -> int:
     options = arguments.parse_args()
     checks: dict[str, object] = {}
     times: dict[str, object] = {}
-    for check in (check_products, check_scales, check_experts):
+    for check in (check_products, check_weights_gradient, check_scales, check_experts):
         check(checks)
     for E, tokens in ((112, 1024), (112, 4096), (112, 16384), (896, 8192)):
         time_products(times, E, 16 * tokens, options.repeats)

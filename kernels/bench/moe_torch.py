@@ -13,9 +13,7 @@ import torch
 from moe_inputs import BETAS
 from torch import Tensor
 
-FP8_MAX = 448.0
-
-Work = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # x, experts, weights, w13, w2
+Work = Callable[..., Tensor]  # x, experts, weights, w13, w2
 
 
 def sort_routes(experts_Tk: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,11 +24,14 @@ def sort_routes(experts_Tk: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     return order, inverse, torch.searchsorted(in_order, ends, right=True, out_int32=True)
 
 
-def activate(gate_up: Tensor) -> Tensor:
+def activate_wide(gate_up: Tensor) -> Tensor:
     beta, linear_beta = BETAS
     gate, up = gate_up.float().chunk(2, -1)
-    h = beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * linear_beta * torch.tanh(up / linear_beta)
-    return h.to(gate_up.dtype)
+    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * linear_beta * torch.tanh(up / linear_beta)
+
+
+def activate(gate_up: Tensor) -> Tensor:
+    return activate_wide(gate_up).to(gate_up.dtype)
 
 
 def weigh(ys: Tensor, weights_Tk: Tensor, inverse: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ class Glue:
         return self.weigh(torch._grouped_mm(h, w2.mT, offs=ends), weights, order, inverse)
 
 
-def _compiled(call: Callable, **options: bool) -> Callable:  # type: ignore[type-arg]
+def compiled(call: Callable, **options: bool) -> Callable:  # type: ignore[type-arg]
     if not torch.cuda.is_available():
         return call
     return torch.compile(call, dynamic=False, options=options or {"coordinate_descent_tuning": True})
@@ -99,12 +100,12 @@ def _compiled(call: Callable, **options: bool) -> Callable:  # type: ignore[type
 
 def load_parts() -> Work:
     """The parts between the products compiled one by one."""
-    return Glue(_compiled(sort_routes), _compiled(gathered), _compiled(activate), _compiled(weighed)).run
+    return Glue(compiled(sort_routes), compiled(gathered), compiled(activate), compiled(weighed)).run
 
 
 def load_whole() -> Work:
     """All of it compiled at once."""
-    whole: Work = _compiled(Glue().run)
+    whole: Work = compiled(Glue().run)
     return whole
 
 
@@ -114,13 +115,13 @@ def load_autograd() -> Work:
         gather=lambda x, order, _, k: x[order // k],
         weigh=lambda ys, weights, _, inverse: weigh(ys, weights, inverse),
     )
-    whole: Work = _compiled(glue.run)
+    whole: Work = compiled(glue.run)
     return whole
 
 
 def load_tuned() -> Work:
     """All of it compiled at once, with every choice tried out, of the products too: minutes."""
-    whole: Work = _compiled(Glue().run, max_autotune=True, coordinate_descent_tuning=True)
+    whole: Work = compiled(Glue().run, max_autotune=True, coordinate_descent_tuning=True)
     return whole
 
 
@@ -131,42 +132,3 @@ VARIANTS: dict[str, Callable[[], Work]] = {
     "autograd": load_autograd,
     "tuned": load_tuned,
 }
-
-
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 and a scale a row, fp32."""
-    scale = x.float().abs().amax(-1) / FP8_MAX
-    return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
-
-
-def quantise_matrices(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
-    """[E, N, K] and a scale [E, N], an expert at a time."""
-    q, scales = torch.empty_like(w_ENK, dtype=torch.float8_e4m3fn), []
-    for e in range(w_ENK.shape[0]):
-        values, scale = quantise(w_ENK[e])
-        q[e].view(torch.uint8).copy_(values.view(torch.uint8))
-        scales.append(scale)
-    return q, torch.stack(scales)
-
-
-def load_fp8() -> Callable[..., Tensor]:
-    """Forward with rowwise scales: (x, experts, weights, w13, its scales, w2, its scales)."""
-
-    def gather_rows(x: Tensor, order: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return quantise(x[order // k])
-
-    def activate_rows(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        return quantise(activate(gate_up))
-
-    sort, stage, middle, last = (_compiled(f) for f in (sort_routes, gather_rows, activate_rows, weigh))
-
-    def run(x: Tensor, experts: Tensor, weights: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Tensor:
-        order, inverse, ends = sort(experts, w13.shape[0])
-        options = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": True}
-        xs, scale = stage(x, order, experts.shape[1])
-        hs, scale_h = middle(torch._scaled_grouped_mm(xs, w13.mT, scale, s13, **options))
-        ys = torch._scaled_grouped_mm(hs, w2.mT, scale_h, s2, **options)
-        out: Tensor = last(ys, weights, inverse)
-        return out
-
-    return run

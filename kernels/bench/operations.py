@@ -6,7 +6,7 @@ import re
 
 OTHERS = "element by element, copies"
 OPERATIONS = {
-    "experts' products": r"packed_product|gated_rows_kernel|rows_product|weights_gradient|grouped|gate_up_kernel|GroupP",
+    "experts' products": r"products_kernel|gated_rows_kernel|rows_product|weights_gradient|grouped|gate_up_kernel|GroupP",
     "KDA": r"kda_",
     "MLA attention": r"cudnn|flash|sdpa|mla_|fmha|merge_splits",
     "Attention Residuals": r"attn_res",

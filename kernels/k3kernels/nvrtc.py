@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 HEADERS = Path(__file__).parent / "cuda"
+TILE_BYTES = 128  # of a row: what TMA swizzles
 
 
 def compile_cubin(source: Path, architecture: str, defines: Mapping[str, int]) -> bytes:
@@ -45,7 +46,54 @@ def compile_cubin(source: Path, architecture: str, defines: Mapping[str, int]) -
     return cubin
 
 
-_C_TYPES: dict[type, Any] = {int: ctypes.c_int, float: ctypes.c_float}
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """How TMA reads or writes boxes of a matrix, see `tensor_map`."""
+
+    encoded: Any
+
+
+def tensor_map(x: Tensor, box_rows: int, box_tiles: int = 1) -> TensorMap:
+    """Of x [..., columns], contiguous, as one matrix [rows, columns]: a box is box_tiles tiles of box_rows rows and TILE_BYTES
+    of each, side by side in x and one after the other in shared memory, where they lie as `warpgroup.cuh` says. What is
+    outside of x is read as zeros and not written."""
+    row_bytes = x.shape[-1] * x.itemsize
+    assert row_bytes % TILE_BYTES == 0, row_bytes
+    return _tensor_map(x.data_ptr(), x.numel() // x.shape[-1], row_bytes, box_rows, box_tiles)
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(address: int, rows: int, row_bytes: int, box_rows: int, box_tiles: int) -> TensorMap:
+    from cuda.bindings import driver
+
+    dimensions, strides = (TILE_BYTES, rows, row_bytes // TILE_BYTES), (row_bytes, TILE_BYTES)
+    box = (TILE_BYTES, box_rows, box_tiles)
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        len(box),
+        address,
+        [driver.cuuint64_t(n) for n in dimensions],
+        [driver.cuuint64_t(n) for n in strides],
+        [driver.cuuint32_t(n) for n in box],
+        [driver.cuuint32_t(1)] * len(box),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    _check(status)
+    return TensorMap(encoded)
+
+
+def _value_of(x: Tensor | TensorMap | int | float | None) -> Any:
+    if isinstance(x, Tensor):
+        return x.data_ptr()
+    if isinstance(x, TensorMap):
+        return x.encoded
+    return 0 if x is None else x
+
+
+_C_TYPES: dict[type, Any] = {int: ctypes.c_int, float: ctypes.c_float, TensorMap: None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +117,12 @@ class CudaKernel:
     source: CudaSource
     device: int
 
-    def __call__(self, grid: int, arguments: Sequence[Tensor | int | float | None]) -> None:
+    def __call__(self, grid: int, arguments: Sequence[Tensor | TensorMap | int | float | None]) -> None:
         """On PyTorch's current stream of the kernel's device. Tensors go as their addresses, None as no address, int as
-        int32, float as fp32."""
+        int32, float as fp32, and a TensorMap as it is."""
         from cuda.bindings import driver
 
-        values = tuple(x.data_ptr() if isinstance(x, Tensor) else 0 if x is None else x for x in arguments)
+        values = tuple(_value_of(x) for x in arguments)
         types = tuple(_C_TYPES.get(type(x), ctypes.c_void_p) for x in arguments)
         shape = (grid, 1, 1, self.source.threads, 1, 1)
         with torch.cuda.device(self.device):

@@ -26,7 +26,7 @@ def form(monkeypatch):
         monkeypatch.setattr(module, name, compute)
 
     monkeypatch.setattr(dispatch, "_is_known", lambda _: True)
-    monkeypatch.setattr("k3kernels.moe.packed._is_on_hopper", lambda _: True)
+    monkeypatch.setattr("k3kernels.moe.hopper._is_on_hopper", lambda _: True)
     replace(eager, "moe_experts")
     replace(triton, "moe_experts")
     replace(train, "moe_experts_train")

@@ -6,20 +6,18 @@ On a CPU the products are loops over experts (the kernel is CUDA C++ for Hopper:
 from __future__ import annotations
 
 import itertools
-import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from k3kernels.moe import packed
 from k3kernels.moe.frozen import moe_experts_frozen
+from k3kernels.moe.grouped import activate
+from k3kernels.moe.hopper import LowRank
 from k3kernels.moe.matrices import NO_LORA, LoraPair, PackedMatrices
-from k3kernels.moe.packed import MAX_ROWS, row_tiles
 from k3kernels.moe.pairs import sort_pairs
 from k3kernels.moe.reference import moe_experts as moe_experts_ref
+from k3kernels.moe.row_tiles import row_tiles
 from k3kernels.mxfp4 import pack
 
 E, R, F, K, RANK = 3, 64, 96, 2, 5
@@ -28,30 +26,27 @@ MAX_SHARED_BYTES = 227 << 10
 
 
 class LoopProducts:
-    """`packed.Products`, an expert after the other."""
+    """`hopper.Products`, an expert after the other."""
 
     def __init__(self, pairs) -> None:
         self.pairs = pairs
         edges = pairs.edges.tolist()
         self.spans = list(itertools.pairwise(edges))
 
-    def _rows(self, x: Tensor, gathers: bool) -> Tensor:
-        return x[self.pairs.order_P.long() // self.pairs.num_slots] if gathers else x
+    def gated(self, x, w1, w3, betas, _, low_rank=None):
+        lows = [None, None] if low_rank is None else [LowRank(low_rank.z[m:], low_rank.factors[m:]) for m in range(2)]
+        gate, up = (self.product(x, w, low) for w, low in zip((w1, w3), lows, strict=True))
+        return gate, up, activate(gate, up, self.pairs, betas)
 
-    def product(self, x, matrices, low_rank=None, gathers=False):
-        x = self._rows(x, gathers)
-        ys = []
-        for m, w in enumerate(matrices):
-            y = x.new_full((len(x), w.shape[1]), float("nan"))
-            for e, (i, j) in enumerate(self.spans):
-                y[i:j] = x[i:j] @ w[e].T
-                if low_rank is not None:
-                    y[i:j] += low_rank.z[m][i:j] @ low_rank.factors[m][e].T
-            ys.append(y)
-        return ys
+    def product(self, x, w, low_rank=None):
+        y = x.new_full((len(x), w.shape[1]), float("nan"))
+        for e, (i, j) in enumerate(self.spans):
+            y[i:j] = x[i:j] @ w[e].T
+            if low_rank is not None:
+                y[i:j] += low_rank.z[0][i:j] @ low_rank.factors[0][e].T
+        return y
 
-    def inputs_gradient(self, ys, matrices, low_rank=None, gathers=False):
-        ys = [self._rows(y, gathers) for y in ys]
+    def inputs_gradient(self, ys, matrices, low_rank=None):
         x = ys[0].new_full((len(ys[0]), matrices[0].shape[2]), float("nan"))
         for e, (i, j) in enumerate(self.spans):
             x[i:j] = sum(y[i:j] @ w[e] for y, w in zip(ys, matrices, strict=True))
@@ -112,39 +107,17 @@ def test_only_what_requires_a_gradient_has_one() -> None:
     assert x.grad is None
 
 
-@pytest.mark.parametrize("counts", [(0, 1, 0), (160, 161, 2401), (5, 0, 479), (16, 17, 15)])
-def test_tiles_cover_every_row_once_and_none_is_larger_than_a_block(counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("max_rows", [160, 176])
+@pytest.mark.parametrize("counts", [(0, 1, 0), (160, 161, 2401), (5, 0, 479), (16, 17, 15), (0, 0, 0)])
+def test_tiles_cover_every_row_once_and_none_is_larger_than_a_block(counts: tuple[int, ...], max_rows: int) -> None:
     experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     pairs = sort_pairs(experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(0))][:, None], E)
     covered = []
-    tiles = row_tiles(pairs).tolist()
+    tiles = row_tiles(pairs, max_rows).tolist()
     for expert, first, rows in tiles:
-        assert rows <= MAX_ROWS
+        assert rows <= max_rows
         assert rows == 0 or pairs.edges[expert] <= first <= first + rows <= pairs.edges[expert + 1]
         covered += range(first, first + rows)
     assert covered == list(range(sum(counts)))
     sizes = [rows for _, _, rows in tiles]
     assert sizes == [*filter(None, sizes), *[0] * sizes.count(0)], "a block that finds no rows ends"
-
-
-@pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_the_cuda_source_compiles_multiplies_by_warpgroups_and_spills_no_more_than_is_known(
-    is_packed: bool, is_transposed: bool, tmp_path: Path
-) -> None:
-    import triton
-
-    from k3kernels.nvrtc import compile_cubin
-
-    source, cubin = packed.CUDA, tmp_path / "kernel.cubin"
-    defines = source.defines() | dict(packed.defines(is_packed, is_transposed))
-    cubin.write_bytes(compile_cubin(source.path, "sm_90a", defines))
-
-    def dump(what: str) -> str:
-        command = [triton.knobs.nvidia.cuobjdump.path, what, cubin]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    spilled = 8 if is_packed and is_transposed else 0  # bytes of a thread that fills
-    assert int(re.search(r" STACK:(\d+) ", dump("-res-usage"))[1]) <= spilled
-    assert "HGMMA.64x160x16" in dump("-sass")
-    assert source.shared_bytes <= MAX_SHARED_BYTES

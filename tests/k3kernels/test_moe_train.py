@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from k3kernels.moe import fp8
-from k3kernels.moe.grouped import OURS, GroupedTile, Products, Tiles
+from k3kernels.moe.grouped import OURS, GroupedTile, Products, Tiles, activate
 from k3kernels.moe.pairs import combine, sort_pairs, stage, unstage
 from k3kernels.moe.reference import moe_experts as moe_experts_ref
 from k3kernels.moe.train import moe_experts_train
@@ -42,8 +41,16 @@ def plain(product: str):
 
 
 FORWARD, INPUTS = plain("forward"), plain("inputs")
+
+
+def plain_gated(x, w1, w3, pairs, betas, keeps):
+    gate, up = FORWARD(x, w1, pairs), FORWARD(x, w3, pairs)
+    h = activate(gate, up, pairs, betas)
+    return (gate, up, h) if keeps else (None, None, h)
+
+
 OTHERS = Products(
-    lambda x, w1, w3, pairs: (FORWARD(x, w1, pairs), FORWARD(x, w3, pairs)),
+    plain_gated,
     FORWARD,
     INPUTS,
     lambda y1, w1, y3, w3, pairs: INPUTS(y1, w1, pairs) + INPUTS(y3, w3, pairs),
@@ -250,45 +257,3 @@ def test_what_the_kernels_cannot_take_is_refused_with_a_remedy(change, message):
     x, weights, *matrices = (inputs | change(inputs)).values()
     with pytest.raises(ValueError, match=message):
         moe_experts_train(x, routes(3), weights, *matrices, None)
-
-
-def test_fp8_differs_from_the_definition_over_quantised_values_by_bf16s_roundings():
-    T, widths = 12, (32, 48)
-    x, experts = randn(T, widths[0]).to(DEVICE, torch.bfloat16), routes(T, "dropped")
-    weights, shapes = randn(T, K).abs().to(DEVICE), [(E, *widths[::-1])] * 2 + [(E, *widths)]
-    matrices = [fp8.quantise_matrices(randn(*s, seed=i).to(DEVICE) / s[2] ** 0.5) for i, s in enumerate(shapes)]
-    pairs = sort_pairs(experts, E)
-    count, order = int(pairs.edges[-1]), pairs.order_P.long()
-    tile = GroupedTile(16, 32, 16, 4, 2) if DEVICE.type == "cpu" else GroupedTile(64, 64, 32, 4, 2)
-    got = fp8.moe_experts_fp8(x, experts, weights, *matrices, K3, Tiles(tile, tile, tile, tile, tile))
-
-    xs = wide(fp8.stage_fp8(x, pairs))[:count]
-    assert relative(xs, x.double()[order[:count] // K]) < 4e-2
-    w1, w3, w2 = map(wide, matrices)
-    expert = experts.flatten()[order[:count]]
-    gate, up = (torch.einsum("pr,pfr->pf", xs, w[expert]).bfloat16().float() for w in (w1, w3))
-    h = 100 * (gate / 4).tanh() * gate.sigmoid() * (up / 25).tanh()
-    h_PF = torch.zeros(T * K, widths[1], device=DEVICE, dtype=torch.bfloat16)
-    h_PF[:count] = h.bfloat16()
-    ys = torch.einsum("pf,prf->pr", wide(fp8.quantise_rows(h_PF, pairs))[:count], w2[expert])
-    want = torch.zeros(T, widths[0], dtype=torch.float64, device=DEVICE)
-    want.index_add_(0, order[:count] // K, ys * weights.flatten()[order[:count], None].double())
-    assert relative(got, want) < 6e-3
-
-
-def wide(x: fp8.Scaled) -> Tensor:
-    return x.values.double() * x.scale.double()[..., None]
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
-
-
-def test_rows_are_quantised_to_the_nearest_and_a_row_of_zeros_to_zeros():
-    x = torch.cat((randn(5, 64), randn(1, 64) * 1e-3 * torch.eye(64)[0].add(1e-4), torch.zeros(1, 64))).bfloat16()
-    pairs = sort_pairs(torch.zeros(7, 1, dtype=torch.int64, device=DEVICE), 1)
-    got = fp8.quantise_rows(x.to(DEVICE), pairs)
-    scale = x.float().abs().amax(-1) / fp8.FP8_MAX
-    want = (x.float() / scale.clamp(min=1e-30)[:, None]).to(torch.float8_e4m3fn)
-    assert torch.equal(got.values.float().cpu(), want.float())
-    assert torch.equal(got.scale.cpu(), scale)

@@ -7,8 +7,6 @@
 
 #include "mma.cuh"
 
-typedef unsigned long long u64;
-
 constexpr int TILE = 64 * 64;
 
 // Of a tile or of several side by side: 16 bytes of row `row` that start at column `column`.
@@ -34,6 +32,13 @@ template <int LEFT> __device__ __forceinline__ void wait_for_products() {
 // What threads wrote to shared memory is there for products of all.
 __device__ __forceinline__ void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+template <int N> __device__ __forceinline__ void clear(float (&d)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) d[i][e] = 0.f;
+}
+
 // The warpgroup's own barrier.
 __device__ __forceinline__ void meet_group() {
     asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
@@ -43,6 +48,13 @@ __device__ __forceinline__ void meet_group() {
 __device__ __forceinline__ void store_transposed(u16 *p, const u32 (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(p)), "r"(x[0]),
                  "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
+// The same as they are.
+__device__ __forceinline__ void store_matrices(u16 *p, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(p)), "r"(x[0]), "r"(x[1]),
+                 "r"(x[2]), "r"(x[3])
                  : "memory");
 }
 

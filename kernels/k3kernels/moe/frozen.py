@@ -13,18 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from k3kernels.moe import grouped, packed
-from k3kernels.moe.grouped import GroupedTile
+from k3kernels.moe import grouped, hopper
+from k3kernels.moe.grouped import Betas, GroupedTile
+from k3kernels.moe.hopper import DEPTH, LowRank
 from k3kernels.moe.matrices import NO_LORA, ExpertLora, Matrices
-from k3kernels.moe.packed import DEPTH, LowRank
 from k3kernels.moe.pairs import Pairs, combine, of_pairs, sort_pairs, stage, unstage
-
-Betas = tuple[float, float | None] | None
 
 
 def takes(x_TR: Tensor, matrices: Sequence[Matrices]) -> bool:
-    """Whether `moe_experts_frozen` can run: bf16 on Hopper, widths multiples of packed.WIDE."""
-    return x_TR.dtype == torch.bfloat16 and packed.takes(matrices)
+    """Whether `moe_experts_frozen` can run: bf16, and what `hopper` multiplies with."""
+    return x_TR.dtype == torch.bfloat16 and hopper.takes(matrices)
 
 
 def moe_experts_frozen(
@@ -36,7 +34,7 @@ def moe_experts_frozen(
     w2_ERF: Matrices,
     situ_betas: Betas,
     lora: ExpertLora = NO_LORA,
-    products_of: Callable[[Pairs], packed.Products] = packed.Products.of,
+    products_of: Callable[[Pairs], hopper.Products] = hopper.Products.of,
 ) -> Tensor:
     """`reference.moe_experts` [T, R], bf16, with the gradients of x, the weights and LoRA's factors, none of the matrices.
 
@@ -113,12 +111,11 @@ class _Experts(torch.autograd.Function):
         w1, w3, w2 = matrices
         wide = _stack((A1, B1, A3, B3), scales[:2], w1.shape, x, pairs)
         down = _stack((A2, B2), scales[2:], w2.shape, x, pairs)
-        rows = stage(x, pairs) if wide else x
+        rows = stage(x, pairs)
         zs = [pair.down(rows) for pair in wide]
-        gate, up = products.product(rows, (w1, w3), _above(wide, zs), gathers=not wide)
+        gate, up, h = products.gated(rows, w1, w3, betas, True, _above(wide, zs))
         del rows
-        h = grouped.activate(gate, up, pairs, betas)
-        (ys,) = products.product(h, (w2,), _above(down, [pair.down(h) for pair in down]))
+        ys = products.product(h, w2, _above(down, [pair.down(h) for pair in down]))
         ctx.save_for_backward(x, weights, gate, up, *zs)
         ctx.rest = matrices, wide, down, pairs, products, betas
         return combine(ys, weights, pairs)
@@ -129,14 +126,14 @@ class _Experts(torch.autograd.Function):
         (w1, w3, w2), wide, down, pairs, products, betas = ctx.rest
         grads: list[Tensor | None] = [None] * 6  # of A1, B1, A3, B3, A2, B2
 
-        def back(stack, grad_ys, gathers, matrices):  # type: ignore[no-untyped-def]
+        def back(stack, grad_ys, matrices):  # type: ignore[no-untyped-def]
             """The gradients of z, and of the rows that went into the stack."""
             grad_zs = [pair.up_gradient(y) for pair, y in zip(stack, grad_ys, strict=bool(stack))]
             low_rank = LowRank(grad_zs, [pair.A for pair in stack]) if stack else None
-            return grad_zs, products.inputs_gradient(grad_ys, matrices, low_rank, gathers)
+            return grad_zs, products.inputs_gradient(grad_ys, matrices, low_rank)
 
-        grad_rows = stage(grad_TR, pairs) if down else grad_TR.contiguous()
-        grad_zs, grad_h = back(down, [grad_rows], not down, (w2,))
+        grad_rows = stage(grad_TR, pairs)
+        grad_zs, grad_h = back(down, [grad_rows], (w2,))
         hidden = grouped.activate_backward(grad_h, weights, gate, up, pairs, betas)
         grad_ys, h, weights_P = [hidden.gate_PF, hidden.up_PF], hidden.weighted_h_PF, hidden.weights_P
         del grad_h, hidden
@@ -144,7 +141,7 @@ class _Experts(torch.autograd.Function):
             grads[4:] = pair.factors_gradient(grad_rows, pair.down(h), grad_z, h)
         del grad_rows, h
 
-        grad_zs, grad_xs = back(wide, grad_ys, False, (w1, w3))
+        grad_zs, grad_xs = back(wide, grad_ys, (w1, w3))
         grad_x = unstage(grad_xs, pairs) if ctx.needs_input_grad[0] else None
         del grad_xs
         rows = stage(x, pairs) if wide else x

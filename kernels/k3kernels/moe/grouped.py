@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -100,29 +101,28 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """fp8 values [..., K] times an fp32 scale of each row [...]: rows of activations, or of each expert's matrix."""
+    """fp8 values [..., K] times an fp32 scale of each row [...]: rows of activations, or of each expert's matrix. A number is
+    the scale of all rows."""
 
     values: Tensor
-    scale: Tensor
+    scale: Tensor | float
 
 
 def gate_up(
-    xs_PR: Tensor | Scaled,
-    w1_EFR: Tensor | Scaled,
-    w3_EFR: Tensor | Scaled,
+    xs_PR: Tensor,
+    w1_EFR: Tensor,
+    w3_EFR: Tensor,
     schedule: Schedule,
     betas: Betas,
     tile: GroupedTile,
     keeps: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """gate, up (None where not kept) and h, all [P, F], of sorted rows; bf16 where these are fp8."""
-    (xs_PR, x_scale), (w1_EFR, w1_scale), (w3_EFR, w3_scale) = map(_parts, (xs_PR, w1_EFR, w3_EFR))
+) -> Gated:
+    """gate, up (None where not kept) and h, all [P, F], of sorted rows."""
     P, (_, F, R) = xs_PR.shape[0], w1_EFR.shape
-    h_PF = torch.empty(P, F, dtype=_result_type(xs_PR), device=xs_PR.device)
+    h_PF = torch.empty(P, F, dtype=xs_PR.dtype, device=xs_PR.device)
     gate_PF, up_PF = (torch.empty_like(h_PF), torch.empty_like(h_PF)) if keeps else (None, None)
     gated_rows_kernel[schedule.grid(tile, F)](
         *_descriptors(tile.depth, (xs_PR, tile.rows), (w1_EFR, tile.columns), (w3_EFR, tile.columns)),
-        *(x_scale, w1_scale, w3_scale),
         h_PF if gate_PF is None else gate_PF,
         h_PF if up_PF is None else up_PF,
         h_PF,
@@ -141,6 +141,8 @@ def gate_up(
 def rows_product(x_PK: Tensor | Scaled, w_ENK: Tensor | Scaled, schedule: Schedule, tile: GroupedTile) -> Tensor:
     """x w_e^T [P, N] of sorted rows; bf16 where these are fp8."""
     (x_PK, x_scale), (w_ENK, w_scale) = _parts(x_PK), _parts(w_ENK)
+    if isinstance(x_scale, float):
+        x_scale, w_scale = None, w_scale * x_scale
     (P, K), N = x_PK.shape, w_ENK.shape[1]
     y_PN = torch.empty(P, N, dtype=_result_type(x_PK), device=x_PK.device)
     x_desc, w_desc = _descriptors(tile.depth, (x_PK, tile.rows), (w_ENK, tile.columns))
@@ -205,18 +207,19 @@ def weights_gradient(
 
 
 Product = Callable[[Tensor, Tensor, Pairs], Tensor]
+Gated = tuple[Tensor | None, Tensor | None, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
     """Another grouped GEMM in place of ours, by product as in `Tiles`. None is ours.
 
-    gated: (x [P, K], w1, w3 [E, N, K]) -> x w1_e^T and x w3_e^T, and the activation is then a pass of its own; down: (x, w)
+    gated: (x [P, K], w1, w3 [E, N, K], pairs, betas, whether gate and up are kept) -> gate, up and h; down: (x, w)
     -> x w_e^T [P, N]; hidden: (y [P, K], w [E, K, N]) -> y w_e; inputs: (y1, w1, y3, w3) -> y1 w1_e + y3 w3_e; weights:
     (y [P, N], x [P, K]) -> y^T x [E, N, K]. The pairs come last. Rows without an expert may hold anything.
     """
 
-    gated: Callable[[Tensor, Tensor, Tensor, Pairs], Sequence[Tensor]] | None = None
+    gated: Callable[[Tensor, Tensor, Tensor, Pairs, Betas, bool], Gated] | None = None
     down: Product | None = None
     hidden: Product | None = None
     inputs: Callable[[Tensor, Tensor, Tensor, Tensor, Pairs], Tensor] | None = None
@@ -238,9 +241,14 @@ def torch_weights_gradient(y_PN: Tensor, x_PK: Tensor, pairs: Pairs) -> Tensor:
     return w_ENK
 
 
+def torch_gated(x_PR: Tensor, w1_EFR: Tensor, w3_EFR: Tensor, pairs: Pairs, betas: Betas, _: bool) -> Gated:
+    gate_PF, up_PF = (torch_product(x_PR, w, pairs) for w in (w1_EFR, w3_EFR))
+    return gate_PF, up_PF, activate(gate_PF, up_PF, pairs, betas)
+
+
 OURS = Products()
 TORCH = Products(
-    lambda x, w1, w3, pairs: [torch_product(x, w, pairs) for w in (w1, w3)],
+    torch_gated,
     torch_product,
     torch_inputs_gradient,
     lambda y1, w1, y3, w3, pairs: torch_inputs_gradient(y1, w1, pairs).add_(torch_inputs_gradient(y3, w3, pairs)),
@@ -280,7 +288,7 @@ def activate_backward(
     return HiddenGradient(*grads, parts_P)
 
 
-def _parts(x: Tensor | Scaled) -> tuple[Tensor, Tensor | None]:
+def _parts(x: Tensor | Scaled) -> tuple[Tensor, Any]:
     return (x, None) if isinstance(x, Tensor) else (x.values, x.scale)
 
 

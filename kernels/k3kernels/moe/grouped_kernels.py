@@ -101,12 +101,13 @@ def _load(y_ptr, row, end, column, N, BM: tl.constexpr, BN: tl.constexpr):  # ty
 
 @triton.jit
 def _scaled(sums, x_scale_ptr, w_scale_ptr, row, end, expert, column, N):  # type: ignore[no-untyped-def]
-    """sums times the scale of their row, and that of their column."""
-    rows = row + tl.arange(0, sums.shape[0])
+    """sums times the scale of their row, if it has one, and that of their column."""
     columns = column + tl.arange(0, sums.shape[1])
-    x_scale = tl.load(x_scale_ptr + rows, mask=rows < end, other=0.0)
     w_scale = tl.load(w_scale_ptr + expert * N + columns, mask=columns < N, other=0.0)
-    return sums * x_scale[:, None] * w_scale[None, :]
+    if x_scale_ptr is not None:
+        rows = row + tl.arange(0, sums.shape[0])
+        sums = sums * tl.load(x_scale_ptr + rows, mask=rows < end, other=0.0)[:, None]
+    return sums * w_scale[None, :]
 
 
 @triton.jit
@@ -141,9 +142,6 @@ def gated_rows_kernel(  # type: ignore[no-untyped-def]
     x_desc,
     w1_desc,
     w3_desc,
-    x_scale_ptr,
-    w1_scale_ptr,
-    w3_scale_ptr,
     gate_ptr,
     up_ptr,
     h_ptr,
@@ -161,10 +159,7 @@ def gated_rows_kernel(  # type: ignore[no-untyped-def]
     FLATTEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """h = act(w1_e x, w3_e x) of sorted rows, and where KEEPS gate and up. The matrices are [E F, R], x [P, R].
-
-    Scales (of fp8; else None): of rows [P], of the matrices' rows [E F].
-    """
+    """h = act(w1_e x, w3_e x) of sorted rows, and where KEEPS gate and up. The matrices are [E F, R], x [P, R]."""
     num_n = tl.cdiv(F, BN)
     num_work = tl.load(tiles_ptr) * num_n
     for work in tl.range(tl.program_id(0), num_work, tl.num_programs(0), flatten=FLATTEN):
@@ -176,9 +171,6 @@ def gated_rows_kernel(  # type: ignore[no-untyped-def]
             x = x_desc.load([row, k])
             gate = _add_products(x, w1_desc.load([expert * F + column, k]).T, gate, INTERPRETED)
             up = _add_products(x, w3_desc.load([expert * F + column, k]).T, up, INTERPRETED)
-        if x_scale_ptr is not None:
-            gate = _scaled(gate, x_scale_ptr, w1_scale_ptr, row, end, expert, column, F)
-            up = _scaled(up, x_scale_ptr, w3_scale_ptr, row, end, expert, column, F)
         gate_0, gate_1 = _halves(gate)
         up_0, up_1 = _halves(up)
         ptrs = gate_ptr, up_ptr, h_ptr
@@ -231,7 +223,7 @@ def rows_product_kernel(  # type: ignore[no-untyped-def]
 ):
     """y [P, N] = x w_e^T of sorted rows, or where OUTER x w_e; where TWO plus the same of x2 and w2, in the same sum.
 
-    Scales (of fp8; else None): of rows [P], of the matrices' rows [E N].
+    Scales (of fp8; else None): of rows [P] (or None), of the matrices' rows [E N].
     """
     num_n = tl.cdiv(N, BN)
     num_work = tl.load(tiles_ptr) * num_n
@@ -243,7 +235,7 @@ def rows_product_kernel(  # type: ignore[no-untyped-def]
         sums = _rows_product(x_desc, w_desc, sums, row, first, column, K, BK, OUTER, INTERPRETED)
         if TWO:
             sums = _rows_product(x2_desc, w2_desc, sums, row, first, column, K, BK, OUTER, INTERPRETED)
-        if x_scale_ptr is not None:
+        if w_scale_ptr is not None:
             sums = _scaled(sums, x_scale_ptr, w_scale_ptr, row, end, expert, column, N)
         _store(y_ptr, sums, row, end, column, N, INTERPRETED)
 

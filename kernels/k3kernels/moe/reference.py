@@ -10,6 +10,8 @@ from k3kernels.dtypes import at_least_fp32
 from k3kernels.moe.matrices import NO_LORA, ExpertLora, LoraPair, Matrices
 from k3kernels.situ.reference import situ
 
+FP8_MAX = 448.0  # e4m3's largest
+
 
 def route(
     logits_TE: Tensor,
@@ -62,6 +64,72 @@ def moe_experts(
     for s in range(k):
         out_TR = out_TR + weights_Tk[:, s, None].to(wide) * y_TkR[:, s].to(wide)
     return out_TR.to(x_TR.dtype)
+
+
+def moe_experts_fp8(
+    x_TR: Tensor,
+    experts_Tk: Tensor,
+    weights_Tk: Tensor,
+    w1_EFR: Tensor,
+    w3_EFR: Tensor,
+    w2_ERF: Tensor,
+    situ_betas: tuple[float, float | None] | None,
+    hidden: float | None,
+) -> Tensor:
+    """`moe_experts` with its products in e4m3, of rows and matrices of x's type, and its gradients, straight through.
+
+    Rows have a scale each, matrices one an output channel (backward an input channel, common to w1 and w3); h has the scale
+    `hidden`, or is rounded and has one a row where that is None. Rounded to x's type are gate, up, SiLU, y, and backward the
+    gradients of h, gate and up, the latter two before they are quantised.
+    """
+    wide = at_least_fp32(x_TR.dtype)
+    T, k = experts_Tk.shape
+    y_TkR = torch.zeros(T, k, x_TR.shape[1], dtype=wide, device=x_TR.device)
+    for e in range(w1_EFR.shape[0]):
+        token, slot = (experts_Tk == e).nonzero(as_tuple=True)
+        ones_P = torch.ones_like(token, dtype=wide)
+        gate_up = Fp8Product.apply(x_TR[token], torch.cat((w1_EFR[e], w3_EFR[e])), ones_P, None).to(x_TR.dtype)
+        gate_eF, up_eF = gate_up.to(wide).chunk(2, -1)
+        if situ_betas is None:
+            silu_eF = F.silu(gate_eF)
+            h_eF = (silu_eF + (silu_eF.to(x_TR.dtype) - silu_eF).detach()) * up_eF
+        else:
+            h_eF = situ(gate_eF, up_eF, *situ_betas)
+        y_eR = Fp8Product.apply(h_eF, w2_ERF[e], weights_Tk[token, slot].to(wide), hidden)
+        y_TkR = y_TkR.index_put((token, slot), y_eR)
+    out_TR = torch.zeros_like(x_TR, dtype=wide)
+    for s in range(k):
+        out_TR = out_TR + y_TkR[:, s]
+    return out_TR.to(x_TR.dtype)
+
+
+class Fp8Product(torch.autograd.Function):
+    """weight round(q(x) q(w)^T) of rows and their weights, wide; x has this scale, or is rounded and has one a row.
+
+    Backward, of a row's gradient g: d = round(q(g) q(w^T)^T) is x's before the weight, and x . d the weight's own; w's is
+    g^T round(weight x), which nothing quantises.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w, weight, scale):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, w, weight)
+        y = quantised(x.to(w.dtype) if scale is None else x, scale) @ quantised(w).T
+        return weight[:, None] * y.to(w.dtype)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        x, w, weight = ctx.saved_tensors
+        d = (quantised(g) @ quantised(w.T).T).to(w.dtype).to(g.dtype)
+        grad_w = g.T @ (weight[:, None] * x).to(w.dtype).to(g.dtype)
+        return (weight[:, None] * d).to(x.dtype), grad_w.to(w.dtype), (x.to(w.dtype) * d).sum(-1), None
+
+
+def quantised(x: Tensor, scale: float | None = None) -> Tensor:
+    """x as e4m3 represents it, wide: with this scale, beyond whose 448 is 448, or with one a row, of its largest value."""
+    x = x.to(at_least_fp32(x.dtype))
+    scales = x.abs().amax(-1, keepdim=True) / FP8_MAX if scale is None else torch.full_like(x[..., :1], scale)
+    divided = x / torch.where(scales == 0, 1, scales)
+    return divided.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scales
 
 
 def _project(x: Tensor, weight_OI: Tensor, lora: LoraPair | None, e: int) -> Tensor:

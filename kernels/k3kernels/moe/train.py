@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from k3kernels.linear.triton import check_types
-from k3kernels.moe import grouped, packed
+from k3kernels.moe import grouped, hopper
 from k3kernels.moe.grouped import OURS, Betas, Products, Schedule, Tiles, pick_tiles
 from k3kernels.moe.pairs import Pairs, combine, of_pairs, sort_pairs, stage, unstage
 
-FEW_ROWS = 256  # of an expert on average: fewer than two tiles of rows, which the narrow tiles of `packed` fit better
+FEW_ROWS = (
+    256  # of an expert on average: fewer than two tiles of rows, so that matrices take longer to read than to multiply
+)
 
 
 def takes(*matrices: object) -> bool:
@@ -64,8 +66,8 @@ def moe_experts_train(
     tiles = tiles or pick_tiles(rows_per_expert, x_TR.dtype)
     pairs = sort_pairs(experts_Tk, w1_EFR.shape[0])
     if products is None:
-        few = rows_per_expert <= FEW_ROWS and x_TR.dtype == torch.bfloat16 and packed.takes(matrices)
-        products = packed.in_training(pairs) if few else OURS
+        is_few = rows_per_expert <= FEW_ROWS and x_TR.dtype == torch.bfloat16 and hopper.takes(matrices)
+        products = hopper.in_training(pairs, rows_per_expert <= FEW_SUMMED_ROWS) if is_few else OURS
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x_TR, weights_Tk, *matrices)):
         return _forward(x_TR, weights_Tk, *matrices, pairs, situ_betas, products, tiles, False)[0]
     out: Tensor = _Experts.apply(x_TR, weights_Tk, *matrices, pairs, situ_betas, products, tiles)
@@ -87,15 +89,11 @@ def _forward(
     """out [T, R], and gate and up [P, F] where they are kept."""
     schedule = Schedule(pairs)
     xs_PR = stage(x_TR, pairs)
-    gate_PF: Tensor | None
-    up_PF: Tensor | None
     if products.gated is None:
         gate_PF, up_PF, h_PF = grouped.gate_up(xs_PR, w1_EFR, w3_EFR, schedule, betas, tiles.gated, keeps)
-        del xs_PR
     else:
-        gate_PF, up_PF = products.gated(xs_PR, w1_EFR, w3_EFR, pairs)
-        del xs_PR
-        h_PF = grouped.activate(gate_PF, up_PF, pairs, betas)
+        gate_PF, up_PF, h_PF = products.gated(xs_PR, w1_EFR, w3_EFR, pairs, betas, keeps)
+    del xs_PR
     if products.down is None:
         ys_PR = grouped.rows_product(h_PF, w2_ERF, schedule, tiles.down)
     else:
