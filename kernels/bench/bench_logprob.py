@@ -9,11 +9,13 @@
 * liger: Liger's fused linear cross entropy, installed with `pip install --no-deps --target .peers liger-kernel`. It
   gives the sum of logprobs: they are not checked, and the gradient from above is one for all rows.
 
-Sections: forward; forward and backward to hidden under a frozen head; forward and backward to both. `--rows 4096`
-measures a part and leaves the rest of the file; `--only torch,ours` chooses; `--profile 16384` prints our kernels; `--dry`
-runs it all on a CPU at toy sizes (TRITON_INTERPRET=1), without figures worth reading. To tune ours:
-`--tile 128,256,64,8,4 128,256,64,8,3` are tiles of block_m, block_n, block_k, warps, stages[, stages where the tile is
-written[, group[, flatten]]], `--ahead 1024,1792` rows at a time of gradients ahead.
+Sections: forward; forward and backward to hidden under a frozen head; forward and backward to both. `--rows 4096` and
+`--sections forward,both` measure a part and leave the rest of the file; `--only torch,ours` chooses; `--profile 16384`
+prints our kernels; `--dry` runs it all on a CPU at toy sizes (TRITON_INTERPRET=1), without figures worth reading. To tune
+ours: `--tile 128,256,64,8,4 128,256,64,8,3` are tiles of block_m, block_n, block_k, warps, stages[, stages where the tile
+is written[, group[, flatten]]], `--ahead 1024,1792` rows at a time of gradients ahead, `--block 40960,49152` words at a
+time of both gradients, whose logits forward keeps, `--lent 8448,1000000` those at a time in the memory of the head's
+gradient, none where they are more than its words.
 
 Errors are relative to fp64: of all logprobs, of the gradients of CHECKED rows and of CHECKED words. The floor counts the
 products that a pass cannot do without (1, 2, 3), at the speed of one large bf16 product on this device. Memory is the
@@ -43,6 +45,7 @@ from k3kernels.linear_logprob.triton import Tile
 PEERS = ("torch", "compiled", "ahead", "liger")
 FORWARD, HIDDEN, BOTH = "forward", "hidden's gradient", "both gradients"
 PRODUCTS = {FORWARD: 1, HIDDEN: 2, BOTH: 3}
+SECTIONS = {"forward": FORWARD, "hidden": HIDDEN, "both": BOTH}
 CHECKED = 64
 LIMITS = {"logprob": 1e-5, "hidden": 5e-3, "weight": 5e-3}
 RESULTS = Path(__file__).parent / "results" / "logprob_h200.json"
@@ -197,15 +200,19 @@ def run_liger(inputs: Inputs) -> dict[str, Tensor]:
     return found
 
 
-def run_ours(tile: Tile, ahead_rows: int, inputs: Inputs) -> dict[str, Tensor]:
-    """As the model calls it, but for the tile and the rows at a time."""
-    kept = fused.AHEAD
+def run_ours(
+    tile: Tile, ahead_rows: int, block_words: int | None, lent_words: int, inputs: Inputs
+) -> dict[str, Tensor]:
+    """As the model calls it, but for the tile and the rows and words at a time."""
+    held = fused.AHEAD, fused.BLOCK, fused.LENT_WORDS
+    fused.LENT_WORDS = lent_words
     fused.AHEAD = ahead_rows * len(inputs.weight_VD)
+    fused.BLOCK = held[1] if block_words is None else block_words * len(inputs.hidden_MD)
     try:
         logprob_M, _ = fused.linear_logprob_and_entropy(*inputs[:3], tile=tile)
         return gradients(logprob_M, inputs)
     finally:
-        fused.AHEAD = kept
+        fused.AHEAD, fused.BLOCK, fused.LENT_WORDS = held
 
 
 def implementations(M: int, sizes: Sizes, arguments: argparse.Namespace, section: str) -> list[tuple[str, str, Run]]:
@@ -217,11 +224,18 @@ def implementations(M: int, sizes: Sizes, arguments: argparse.Namespace, section
     if section != FORWARD:
         found += [("ahead", f"{chunk} rows", partial(run_ahead, chunk)) for chunk in chunks]
         found.append(("liger", "sum", run_liger))
-    first, *others = arguments.ahead
+    ahead, *other_rows = arguments.ahead
+    block, *other_words = arguments.block
+    lent, *other_lent = arguments.lent
     for i, tile in enumerate(arguments.tile):
-        found.append((OURS, name_of(tile) if i else "", partial(run_ours, tile, first)))
+        found.append((OURS, name_of(tile) if i else "", partial(run_ours, tile, ahead, block, lent)))
         if section == HIDDEN and i == 0:
-            found += [(OURS, f"{rows} rows", partial(run_ours, tile, rows)) for rows in others]
+            found += [(OURS, f"{rows} rows", partial(run_ours, tile, rows, block, lent)) for rows in other_rows]
+        if section == BOTH and i == 0:
+            found += [(OURS, f"{words} words", partial(run_ours, tile, ahead, words, lent)) for words in other_words]
+            found += [
+                (OURS, f"{words} words lent", partial(run_ours, tile, ahead, block, words)) for words in other_lent
+            ]
     return found
 
 
@@ -255,7 +269,8 @@ class Bench:
         normalizer_M = exact_normalizer(inputs, self.sizes)
         want = exact(inputs, normalizer_M, inputs.grad_M, self.sizes)
         of_a_sum = exact(inputs, normalizer_M, -torch.ones_like(inputs.grad_M), self.sizes)  # Liger's: -logprob's
-        for section, products in PRODUCTS.items():
+        for section in self.arguments.sections:
+            products = PRODUCTS[section]
             floor_ms = products * M * self.sizes.vocab * self.sizes.width / self.products_per_ms
             checked = f"logprobs of all rows, gradients of {len(want.rows)} rows and {len(want.words)} words"
             for peer, variant, run in implementations(M, self.sizes, self.arguments, section):
@@ -285,10 +300,11 @@ class Bench:
         return replace(blank, timing=timing, peak_gib=peak, errors=errors, same_bits=bits)
 
     def profile(self, M: int) -> None:
-        for section in PRODUCTS:
+        for section in self.arguments.sections:
             print(section)
             leaves = as_leaves(draw(M, self.sizes), section)
-            print_profile(partial(run_ours, self.arguments.tile[0], self.arguments.ahead[0], leaves))
+            ours = self.arguments
+            print_profile(partial(run_ours, ours.tile[0], ours.ahead[0], ours.block[0], ours.lent[0], leaves))
 
 
 def as_leaves(inputs: Inputs, section: str) -> Inputs:
@@ -303,9 +319,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=numbers, help=f"default {K3.rows}")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[*PEERS, OURS], help="some of the peers")
+    parser.add_argument(
+        "--sections", type=lambda text: text.split(","), default=[*SECTIONS], help="some of the sections"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tile", type=parse_tile, nargs="+", help="ours; the first is held to the limits")
     parser.add_argument("--ahead", type=numbers, help="rows at a time of gradients ahead")
+    parser.add_argument("--block", type=numbers, help="words at a time of both gradients")
+    parser.add_argument(
+        "--lent", type=numbers, default=(fused.LENT_WORDS,), help="words at a time in a gradient's memory"
+    )
     parser.add_argument("--profile", type=int, metavar="M", help="print our kernels at M rows and stop")
     parser.add_argument("--out", type=Path, help=f"JSON file to write, default {RESULTS.name} beside the other results")
     parser.add_argument("--dry", action="store_true", help="toy sizes, on a CPU")
@@ -314,8 +337,12 @@ def main() -> int:
         raise ValueError("no GPU here: --dry runs the script without one")
     if set(arguments.only) - {*PEERS, OURS}:
         raise ValueError(f"--only {','.join(arguments.only)} is not made of {', '.join((*PEERS, OURS))}")
+    if set(arguments.sections) - set(SECTIONS):
+        raise ValueError(f"--sections {','.join(arguments.sections)} is not made of {', '.join(SECTIONS)}")
+    arguments.sections = [SECTIONS[name] for name in arguments.sections]
     sizes = TOY if arguments.dry else K3
     arguments.tile = arguments.tile or [Tile(16, 16, 16, 4, 1, 1, 2, False) if arguments.dry else fused.TILE]
+    arguments.block = arguments.block or (32 if arguments.dry else None,)
     arguments.ahead = arguments.ahead or (32 if arguments.dry else fused.AHEAD // sizes.vocab,)
     default = Path(tempfile.mkdtemp()) / "logprob.json" if arguments.dry else RESULTS
     config: dict[str, object] = {"width": sizes.width, "vocab": sizes.vocab, "repeats": arguments.repeats}

@@ -220,13 +220,13 @@ def grouped_cases() -> list[Case]:
     """Of the experts in training and in fp8, at K3's sizes."""
     import torch
 
-    from k3kernels.moe import fp8, grouped, pairs
+    from k3kernels.moe import fp8, fp8_kernels, grouped, pairs
     from k3kernels.moe.grouped_kernels import gated_gradient_kernel
 
     kinds = dict.fromkeys(("tiles_ptr", "edges_ptr", "order_ptr", "inverse_ptr"), "*i32")
-    scales = ("x_scale_ptr", "w_scale_ptr", "w1_scale_ptr", "w3_scale_ptr", "scale_ptr")
+    scales = ("x_scale_ptr", "w_scale_ptr", "scale_ptr")
     wide = ("weights_ptr", "parts_ptr", "grad_weights_ptr", *scales)
-    kinds |= dict.fromkeys(wide, "*fp32") | dict.fromkeys(("beta", "linear_beta"), "fp32")
+    kinds |= dict.fromkeys(wide, "*fp32") | dict.fromkeys(("beta", "linear_beta", "h_factor"), "fp32")
     kinds |= dict.fromkeys(("F", "R", "N", "K", "stride_x", "num_pairs", "max_tiles"), "i32")
     shape = {"E": 112, "SLOTS": 16, "KIND": 2, "INTERPRETED": False}
 
@@ -238,12 +238,13 @@ def grouped_cases() -> list[Case]:
         name = module.__name__.removeprefix("k3kernels.")
         return Case(name, kernel.__name__, arguments, values, num_warps, num_stages, widths, HOPPER, stack_bytes)
 
-    def tiled(kernel, tile, dtype: str, blocks: dict[str, tuple[int, int]], stack_bytes: int = 0, **values) -> Case:
-        own = {f"{name}_desc": f"tensordesc<{dtype}[{rows},{columns}]>" for name, (rows, columns) in blocks.items()}
+    def tiled(kernel, tile, dtype: str, blocks: dict[str, tuple[int, int]], stack_bytes=0, own=None, **values) -> Case:
+        own = dict(own or {})
+        own |= {f"{name}_desc": f"tensordesc<{dtype}[{rows},{columns}]>" for name, (rows, columns) in blocks.items()}
         values |= {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "BAND": tile.band, "FLATTEN": tile.is_flat}
         if dtype == "bf16":
             values |= dict.fromkeys(scales)
-        module = importlib.import_module("k3kernels.moe.grouped_kernels")
+        module = importlib.import_module(kernel.fn.__module__)
         return case(module, kernel, tile.warps, tile.stages, stack_bytes, own, **values)
 
     cases = []
@@ -254,13 +255,21 @@ def grouped_cases() -> list[Case]:
     ):
         tile = tiles.gated
         x, w = (tile.rows, tile.depth), (tile.columns, tile.depth)
-        blocks = {"x": x, "w1": w, "w3": w}
-        cases.append(tiled(grouped.gated_rows_kernel, tile, dtype, blocks, KEEPS=dtype == "bf16"))
+        if dtype == "bf16":
+            blocks = {"x": x, "w1": w, "w3": w}
+            cases.append(tiled(grouped.gated_rows_kernel, tile, dtype, blocks, KEEPS=True))
+        else:
+            for keeps, h in ((False, "*fp8e4nv"), (True, "*fp8e4nv"), (False, "*bf16"), (True, "*bf16")):
+                kept = "*bf16" if keeps else h
+                own, blocks = {"h_ptr": h, "gate_ptr": kept, "up_ptr": kept}, {"x": x, "w": (2 * w[0], w[1])}
+                cases.append(tiled(fp8_kernels.gated_fp8_kernel, tile, dtype, blocks, own=own, KEEPS=keeps))
         tile = tiles.down
         x, w = (tile.rows, tile.depth), (tile.columns, tile.depth)
         blocks = {"x": x, "w": w, "x2": x, "w2": w}
         cases.append(tiled(grouped.rows_product_kernel, tile, dtype, blocks, TWO=False, OUTER=False))
         if dtype != "bf16":
+            of_all = {"x_scale_ptr": None}  # one scale of all rows, in the matrix's
+            cases.append(tiled(grouped.rows_product_kernel, tile, dtype, blocks, TWO=False, OUTER=False, **of_all))
             continue
         tile = tiles.inputs
         x, w = (tile.rows, tile.depth), (tile.depth, tile.columns)
@@ -282,8 +291,21 @@ def grouped_cases() -> list[Case]:
         case(pairs, pairs.scan_counts_kernel, 8, own=sorting, BE=128, STEP=64),
         case(pairs, pairs.stage_kernel, BLOCK=pairs.COLUMNS),
         case(pairs, pairs.combine_pairs_kernel, BLOCK=pairs.COLUMNS, WEIGHS=True),
-        case(fp8, fp8.stage_fp8_kernel, own={"xs_ptr": "*fp8e4nv"}, BLOCK=4096, MAX=fp8.FP8_MAX),
-        case(fp8, fp8.quantise_rows_kernel, own={"values_ptr": "*fp8e4nv"}, BLOCK=4096, MAX=fp8.FP8_MAX),
+        *fp8_cases(case),
+    ]
+
+
+def fp8_cases(case) -> list[Case]:
+    """Of rows: quantised, and the activation's gradient with and without the bf16 rows that matrices' gradients take."""
+    from k3kernels.moe import fp8, fp8_kernels
+
+    whole = {"BLOCK": 4096, "MAX": fp8.FP8_MAX}
+    gradient, own = fp8_kernels.gated_gradient_fp8_kernel, {"both_ptr": "*fp8e4nv"}
+    absent = dict.fromkeys(("grad_gate_ptr", "grad_up_ptr", "h_ptr"))
+    return [
+        case(fp8_kernels, fp8_kernels.stage_fp8_kernel, own={"xs_ptr": "*fp8e4nv"}, **whole),
+        case(fp8_kernels, fp8_kernels.quantise_rows_kernel, own={"values_ptr": "*fp8e4nv"}, **whole),
+        *(case(fp8_kernels, gradient, 16, own=own, **whole, **values) for values in ({}, absent)),
     ]
 
 
@@ -537,13 +559,13 @@ def short_conv_train_cases() -> list[Case]:
 
 def linear_logprob_cases() -> list[Case]:
     """At K3's vocabulary, and at one that fills no tile."""
-    from k3kernels.linear_logprob.triton import MERGED_ROWS, MERGED_TILES, SLOPE_COLUMNS, TILE
+    from k3kernels.linear_logprob.triton import KEPT_ROWS, MERGED_ROWS, MERGED_TILES, SLOPE_COLUMNS, TILE
 
     shape = {"BM": TILE.block_m, "BN": TILE.block_n, "BK": TILE.block_k, "GROUP": TILE.group}
     shape |= {"FLATTEN": TILE.flatten, "INTERPRETED": False}
     operands = {"h_desc": f"tensordesc<bf16[{TILE.block_m}, {TILE.block_k}]>"}
     operands |= {"w_desc": f"tensordesc<bf16[{TILE.block_n}, {TILE.block_k}]>"}
-    written = f"tensordesc<bf16[{TILE.block_m}, {TILE.block_n}]>"
+    written, kept = (f"tensordesc<{kind}[{TILE.block_m}, {TILE.block_n}]>" for kind in ("bf16", "fp16"))
 
     def case(kernel: str, arguments: dict[str, str], constants: dict[str, object], warps: int = 4, stages: int = 3):
         widths = tuple(name for name in ("D", "num_words", "stride", "stride_w") if name in arguments)
@@ -553,24 +575,31 @@ def linear_logprob_cases() -> list[Case]:
         return dict.fromkeys((f"{name}_ptr" for name in names), "*fp32")
 
     def tile_case(kernel: str, arguments: dict[str, str], absent: tuple[str, ...], constants: dict[str, object]):
-        stages = TILE.writing_stages if written in arguments.values() else TILE.num_stages
+        stages = TILE.writing_stages if {written, kept} & {*arguments.values()} else TILE.num_stages
         constants = shape | constants | dict.fromkeys(absent)
         return case(kernel, operands | {"token_ptr": "*i64"} | arguments, constants, TILE.num_warps, stages)
 
-    sizes = {"M": "i32", "V": "i32", "D": "i32", "scale": "fp32"}
+    sizes = {"M": "i32", "first": "i32", "num_words": "i32", "D": "i32", "scale": "fp32"}
     reduced = floats("highest", "total", "chosen") | sizes
-    gradient = {"d_desc": written} | floats("normalizer", "grad") | {"M": "i32", "first": "i32", "num_words": "i32"}
-    gradient |= {"D": "i32", "scale": "fp32", "inverse_temperature": "fp32"}
+    above = {"token_ptr": "*i64", "inverse_temperature": "fp32"} | floats("normalizer", "grad", "others")
+    gradient = {"d_desc": written} | above | sizes
+    of_kept = {"kept_ptr": "*fp16", "d_ptr": "*bf16", "stride": "i32"} | floats("highest") | above | sizes
+    del of_kept["D"]
     of_entropy = floats("entropy", "grad_entropy")
+    piece = {"ROWS": KEPT_ROWS, "BN": TILE.block_n, "INTERPRETED": False}
     cases = [
         tile_case("logits_gradient_kernel", gradient, tuple(of_entropy), {}),
         tile_case("logits_gradient_kernel", gradient | of_entropy, (), {}),
+        case("kept_gradient_kernel", of_kept, piece | dict.fromkeys(of_entropy)),
+        case("kept_gradient_kernel", of_kept | of_entropy, piece),
     ]
-    for even in ({"EVEN_V": True}, {"EVEN_V": False}):
+    for even in ({"EVEN": True}, {"EVEN": False}):
         cases += [
-            tile_case("reduce_logits_kernel", reduced, ("weighted_ptr", "exps_desc"), even),
-            tile_case("reduce_logits_kernel", reduced | floats("weighted"), ("exps_desc",), even),
-            tile_case("reduce_logits_kernel", reduced | {"exps_desc": written}, ("weighted_ptr",), even),
+            tile_case("reduce_logits_kernel", reduced, ("weighted_ptr", "exps_desc", "kept_desc"), even),
+            tile_case("reduce_logits_kernel", reduced | floats("weighted"), ("exps_desc", "kept_desc"), even),
+            tile_case("reduce_logits_kernel", reduced | {"exps_desc": written}, ("weighted_ptr", "kept_desc"), even),
+            tile_case("reduce_logits_kernel", reduced | {"kept_desc": kept}, ("weighted_ptr", "exps_desc"), even),
+            tile_case("reduce_logits_kernel", reduced | {"kept_desc": kept} | floats("weighted"), ("exps_desc",), even),
         ]
     merged = floats("highest", "total", "chosen", "logprob", "entropy", "normalizer")
     merged |= {"M": "i32", "num_tiles": "i32", "scale": "fp32"}

@@ -6,8 +6,10 @@ Gradients, in one of two ways:
 * ahead, with one more product. d logprob / d hidden is (W[token] - sum p W) / temperature whatever comes from above, but
   for a factor a row. So where only hidden wants a gradient, and none of the entropy, forward takes it along: its tiles
   also write exponentials, AHEAD elements at a time, which a second product multiplies by W.
-* again, with two or three more. Backward computes the logits again and writes their gradient, BLOCK elements at a time:
-  all rows by a piece of the vocabulary, whose rows of W get their gradient at once.
+* block by block, with one or two more and a part of the first again. A block is all rows by a piece of the vocabulary:
+  backward writes its logits' gradient, and its words' rows of W get theirs at once. Forward keeps the logits of the first
+  blocks, which become their gradient in place: in the memory that W's gradient is going to fill (`lent.py`), and BLOCK
+  elements more. Later blocks are computed again and written over the last.
 
 A row's logprob and entropy have the same bits in every batch, with and without a gradient.
 """
@@ -15,9 +17,11 @@ A row's logprob and entropy have the same bits in every batch, with and without 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain, repeat
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,20 +30,25 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from k3kernels.linear.triton import INTERPRETED
+from k3kernels.linear_logprob.lent import lent_blocks, spread
 from k3kernels.linear_logprob.triton_kernels import (
     align_kernel,
     hidden_slope_kernel,
+    kept_gradient_kernel,
     logits_gradient_kernel,
     merge_kernel,
     reduce_logits_kernel,
 )
-from k3kernels.linear_logprob.wide import product_in_fp32
+from k3kernels.linear_logprob.wide import add_product_in_fp32, product_in_fp32
 
 ALIGNMENT = 16  # bytes: of the rows and of the start of what TMA reads
 AHEAD = 1792 * 163840  # exponentials that exist at a time: 560 MiB in bf16
-BLOCK = 1 << 28  # gradients of logits that exist at a time: 512 MiB in bf16
+BLOCK = 5 << 27  # logits kept, then gradients of logits, beside those in W's gradient: 1.25 GiB in 16 bits
+LENT_WORDS = 33 * 256  # of a block in W's gradient; beside 4 tiles of rows they fill an H200's 132 multiprocessors
+KEPT_TYPES = {torch.bfloat16: torch.float16}  # as wide; an exponent needs the finer steps and not the range
 MERGED_ROWS, MERGED_TILES = 32, 32
 SLOPE_COLUMNS = 1024
+KEPT_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +98,36 @@ def linear_logprob_and_entropy(
     """See `eager.linear_logprob_and_entropy`: logprob and entropy, fp32 [M]. bf16 on a GPU, see `takes`.
 
     Memory beside inputs, results and gradients: forward, two or three numbers a row and tile; gradients ahead, AHEAD
-    exponentials, one [M, D] of hidden's type kept for backward; again, BLOCK gradients and two [M, D] in fp32.
+    exponentials, one [M, D] of hidden's type kept for backward; block by block, BLOCK elements from forward to backward
+    and one [M, D] in fp32, and where BLOCK elements are not all logits, the weight's gradient is allocated by forward. A
+    second backward pass through one graph computes all logits again, since the first has written over them.
     """
-    gradients = torch.is_grad_enabled()
-    is_ahead = gradients and hidden_MD.requires_grad and not weight_VD.requires_grad and not with_entropy
+    has_gradient = torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad)
+    is_ahead = has_gradient and not weight_VD.requires_grad and not with_entropy
+    way = None if not has_gradient else "ahead" if is_ahead else "blocks"
     logprob_M, entropy_M = _LinearLogprob.apply(
-        hidden_MD, weight_VD, tokens_M, temperature, with_entropy, is_ahead, tile or TILE
+        hidden_MD, weight_VD, tokens_M, temperature, with_entropy, way, tile or TILE
     )
     return logprob_M, entropy_M
+
+
+class Reduced(NamedTuple):
+    """Of some rows, fp32: logprob, entropy (zeros without) and log2 sum exp2(logit scale) [M]; tiles' maxima [tiles, M]."""
+
+    logprob: Tensor
+    entropy: Tensor
+    normalizer: Tensor
+    highest: Tensor
+
+
+class Above(NamedTuple):
+    """What the gradient of a row's logits is made of, fp32 [M]; see `triton_kernels._gradient`."""
+
+    normalizer: Tensor
+    grad: Tensor
+    others: Tensor
+    entropy: Tensor | None
+    grad_entropy: Tensor | None
 
 
 class _Head:
@@ -128,27 +159,50 @@ class _Head:
         options |= {"num_warps": tile.num_warps, "num_stages": tile.writing_stages if writes else tile.num_stages}
         return (min(programs, num_multiprocessors(self.hidden.device)),), options
 
+    def block_words(self) -> int:
+        """Of a block: whole tiles, one at least, or all."""
+        words = BLOCK // self.M
+        return self.V if words >= self.V else min(self.whole_tiles(words), self.V)
+
+    def whole_tiles(self, words: int) -> int:
+        return max(words // self.tile.block_n, 1) * self.tile.block_n
+
+    def lent(self, grad_weight: Tensor | None) -> list[Tensor]:
+        """Blocks in its memory, for the words that the block beside it has no room for."""
+        if grad_weight is None:
+            return []
+        words = self.whole_tiles(LENT_WORDS)
+        return lent_blocks(grad_weight, self.M, words, -(-(self.V - self.block_words()) // words))
+
     def read(self, x: Tensor, block_rows: int, block_columns: int | None = None) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(x, [block_rows, block_columns or self.tile.block_k])
 
     def reduce(
-        self, rows: slice, with_entropy: bool, exps: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(logprob, entropy, normalizer of some rows; their tiles' maxima [tiles, rows]); fp32."""
+        self, rows: slice, with_entropy: bool, exps: Tensor | None = None, kept: Sequence[Tensor] = ()
+    ) -> Reduced:
+        """Writes exps [rows, V] of hidden's type, or kept: blocks [rows, words] of the first words, see `as_kept`."""
         hidden, tokens, tile = self.hidden[rows], self.tokens[rows], self.tile
         M = hidden.shape[0]
         highest, total = self.numbers(self.num_tiles, M), self.numbers(self.num_tiles, M)
         weighted = self.numbers(self.num_tiles, M) if with_entropy else None
         chosen = self.numbers(M, fill=math.nan)
-        grid, options = self.launch(M, self.V, exps is not None)
-        reduce_logits_kernel[grid](
-            self.read(hidden, tile.block_m),
-            self.read(self.weight, tile.block_n),
-            None if exps is None else self.read(exps, tile.block_m, tile.block_n),
-            *(tokens, highest, total, weighted, chosen, M, self.V, self.D, self.scale),
-            EVEN_V=self.V % tile.block_n == 0,
-            **options,
-        )
+        parts: list[tuple[slice, Tensor | None]] = [*spread(self.V, kept)]
+        start = parts[-1][0].stop if parts else 0
+        if start < self.V:
+            parts.append((slice(start, self.V), None))
+        for words, block in parts:
+            count, tiles = words.stop - words.start, slice(words.start // tile.block_n, None)
+            grid, options = self.launch(M, count, block is not None or exps is not None)
+            reduce_logits_kernel[grid](
+                self.read(hidden, tile.block_m),
+                self.read(self.weight, tile.block_n),
+                None if exps is None else self.read(exps, tile.block_m, tile.block_n),
+                None if block is None else self.read(as_kept(block), tile.block_m, tile.block_n),
+                *(tokens, highest[tiles], total[tiles], None if weighted is None else weighted[tiles], chosen),
+                *(M, words.start, count, self.D, self.scale),
+                EVEN=count % tile.block_n == 0,
+                **options,
+            )
         logprob, normalizer = self.numbers(M), self.numbers(M)
         entropy = self.numbers(M, fill=0.0)
         merge_kernel[(-(-M // MERGED_ROWS),)](
@@ -156,7 +210,7 @@ class _Head:
             ROWS=MERGED_ROWS,
             TILES=MERGED_TILES,
         )
-        return logprob, entropy, normalizer, highest
+        return Reduced(logprob, entropy, normalizer, highest)
 
     def with_slopes(self) -> tuple[Tensor, Tensor, Tensor]:
         """(logprob, entropy of zeros, d logprob / d hidden of hidden's type), some rows at a time."""
@@ -181,24 +235,37 @@ class _Head:
         return logprob, torch.zeros_like(logprob), slope
 
     def logits_gradients(
-        self, normalizer: Tensor, grad: Tensor, entropy: Tensor | None, grad_entropy: Tensor | None
+        self, above: Above, kept: Sequence[Tensor], block: Tensor, highest: Tensor
     ) -> Iterator[tuple[slice, Tensor]]:
-        """(words, the gradient of their logits [M, words]) over the vocabulary; the next overwrites the last."""
-        columns = max(BLOCK // self.M, 1)
-        d = None
-        for words in pieces(self.V, columns, self.tile.block_n):
-            count = words.stop - words.start
-            d = self.block(self.M, count) if d is None else d[:, :count]
-            grid, options = self.launch(self.M, count, True)
-            logits_gradient_kernel[grid](
-                self.read(self.hidden, self.tile.block_m),
-                self.read(self.weight, self.tile.block_n),
-                self.read(d, self.tile.block_m, self.tile.block_n),
-                *(self.tokens, normalizer, grad, entropy, grad_entropy, self.M, words.start, count, self.D),
-                *(self.scale, 1 / self.temperature),
-                **options,
-            )
+        """(words, the gradient of their logits [M, words]) over the vocabulary, each in the place of its block: of those
+        kept by `reduce`, which gave highest, then of `block` again and again. Take each before the next."""
+        of_rows = (self.tokens, *above, self.M)
+        for i, (words, d) in enumerate(spread(self.V, chain(kept, repeat(block)))):
+            count, tile = words.stop - words.start, words.start // self.tile.block_n
+            if i < len(kept):
+                programs = -(-self.M // KEPT_ROWS) * -(-count // self.tile.block_n)
+                kept_gradient_kernel[(programs,)](
+                    *(as_kept(d), d, highest[tile:], *of_rows, words.start, count, d.stride(0)),
+                    *(self.scale, 1 / self.temperature),
+                    ROWS=KEPT_ROWS,
+                    BN=self.tile.block_n,
+                    INTERPRETED=INTERPRETED,
+                )
+            else:
+                grid, options = self.launch(self.M, count, True)
+                logits_gradient_kernel[grid](
+                    self.read(self.hidden, self.tile.block_m),
+                    self.read(self.weight, self.tile.block_n),
+                    self.read(d, self.tile.block_m, self.tile.block_n),
+                    *(*of_rows, words.start, count, self.D, self.scale, 1 / self.temperature),
+                    **options,
+                )
             yield words, d
+
+
+def as_kept(block: Tensor) -> Tensor:
+    """A block [M, words], as it is for logits that are kept: powers of 2 below their tile's maximum."""
+    return block.view(KEPT_TYPES.get(block.dtype, block.dtype))
 
 
 def pieces(length: int, most: int, unit: int) -> Iterator[slice]:
@@ -215,18 +282,28 @@ def num_multiprocessors(device: torch.device) -> int:
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, tokens, temperature, with_entropy, is_ahead, tile):  # type: ignore[no-untyped-def]
-        ctx.temperature, ctx.with_entropy, ctx.is_ahead, ctx.tile = temperature, with_entropy, is_ahead, tile
+    def forward(ctx, hidden, weight, tokens, temperature, with_entropy, way, tile):  # type: ignore[no-untyped-def]
+        ctx.temperature, ctx.with_entropy, ctx.way, ctx.tile = temperature, with_entropy, way, tile
+        ctx.is_kept = False  # whether the saved block still has logits
         head = _Head(hidden, weight, tokens, temperature, tile)
         if head.M == 0:
             logprob, entropy = head.numbers(0), head.numbers(0)
             ctx.save_for_backward(hidden, weight)
-        elif is_ahead:
+        elif way == "ahead":
             logprob, entropy, slope = head.with_slopes()
             ctx.save_for_backward(slope)
         else:
-            logprob, entropy, normalizer, _ = head.reduce(slice(0, head.M), with_entropy)
-            ctx.save_for_backward(hidden, weight, tokens, normalizer, entropy)
+            words = head.block_words()
+            ctx.is_kept = way == "blocks" and words * head.M <= BLOCK
+            block = head.block(head.M, words) if ctx.is_kept else None
+            lends = ctx.is_kept and words < head.V and weight.requires_grad
+            lent = weight.new_empty(weight.shape) if lends else None
+            kept = [] if block is None else [*head.lent(lent), block]
+            logprob, entropy, normalizer, highest = head.reduce(slice(0, head.M), with_entropy, kept=kept)
+            if way == "blocks":
+                others = torch.expm1(logprob).neg_()
+                of_rows = (tokens, normalizer, others, entropy, highest)
+                ctx.save_for_backward(hidden, weight, *of_rows, block, lent)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return logprob, entropy
@@ -237,19 +314,29 @@ class _LinearLogprob(torch.autograd.Function):
         if grad.shape[0] == 0:
             of_inputs = zip(ctx.saved_tensors, ctx.needs_input_grad[:2], strict=True)
             return *(torch.zeros_like(x) if is_needed else None for x, is_needed in of_inputs), *[None] * 5
-        if ctx.is_ahead:
+        if ctx.way == "ahead":
             (slope,) = ctx.saved_tensors
             grad_hidden = torch.mul(slope, grad.unsqueeze(-1), out=torch.empty_like(slope))
             return grad_hidden, None, None, None, None, None, None
-        hidden, weight, tokens, normalizer, entropy = ctx.saved_tensors
+        hidden, weight, tokens, normalizer, others, entropy, highest, block, lent = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         head = _Head(hidden, weight, tokens, ctx.temperature, ctx.tile)
         of_entropy = (entropy, grad_entropy.contiguous()) if ctx.with_entropy else (None, None)
-        sums = head.numbers(*hidden.shape, fill=0.0) if needs_hidden else None
-        grad_weight = torch.empty_like(weight) if needs_weight else None
-        for words, d in head.logits_gradients(normalizer, grad.contiguous(), *of_entropy):
-            if sums is not None:
-                sums += product_in_fp32(d, weight[words])
+        above = Above(normalizer, grad.contiguous(), others, *of_entropy)
+        kept = [*head.lent(lent), block] if ctx.is_kept else []
+        if block is None:
+            block = head.block(head.M, head.block_words())
+        grad_weight = None
+        if needs_weight:  # lent memory is the first pass's result; as `data`, or autograd refuses it to a second pass
+            grad_weight = weight.new_empty(weight.shape) if lent is None or not ctx.is_kept else lent.data
+        ctx.is_kept = False
+        sums = None
+        for words, d in head.logits_gradients(above, kept, block, highest):
+            if needs_hidden:
+                if sums is None:
+                    sums = product_in_fp32(d, weight[words])
+                else:
+                    add_product_in_fp32(sums, d, weight[words])
             if grad_weight is not None:
                 torch.mm(d.T, head.hidden, out=grad_weight[words])
         return None if sums is None else sums.to(hidden.dtype), grad_weight, None, None, None, None, None

@@ -17,6 +17,7 @@ from k3kernels.linear.triton import _add_products, _round_to
 LN2 = tl.constexpr(0.6931471805599453)
 NO_WORD = tl.constexpr(-1e37)  # a logit with exp 0 that, unlike infinity, is 0 times it too
 STEP = tl.constexpr(128.0)  # between units; a power of 2, and within 64 of its exponent bf16 has 62 more below
+LEAST = tl.constexpr(-32768.0)  # a power of 2 that is 0 in fp32, and within fp16
 
 
 @triton.jit
@@ -54,42 +55,66 @@ def _unit(highest, scale):  # type: ignore[no-untyped-def]
     return STEP * tl.floor(highest * scale * (1 / STEP) + 0.5)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
+def _gradient(  # type: ignore[no-untyped-def]
+    bits, is_token, rows, M, grad_ptr, others_ptr, entropy_ptr, grad_entropy_ptr, inverse_temperature
+):
+    """A tile's gradient of logits; bits = log2 p.
+
+    (grad (1[word = token] - p) - grad_entropy p (log p + entropy)) / temperature, the second term with entropy_ptr.
+    others_ptr [M] has 1 - p of the token, of which little is left near 1 where p itself is rounded.
+    """
+    grad = tl.load(grad_ptr + rows, mask=rows < M, other=0.0) * inverse_temperature
+    others = tl.load(others_ptr + rows, mask=rows < M, other=0.0)
+    p = tl.exp2(bits)
+    d = tl.where(is_token, (grad * others)[:, None], -grad[:, None] * p)
+    if entropy_ptr is not None:
+        entropy = tl.load(entropy_ptr + rows, mask=rows < M, other=0.0)
+        of_entropy = tl.load(grad_entropy_ptr + rows, mask=rows < M, other=0.0) * inverse_temperature
+        d -= of_entropy[:, None] * p * (bits * LN2 + entropy[:, None])
+    return d
+
+
+@triton.jit(do_not_specialize=["M", "first"])
 def reduce_logits_kernel(  # type: ignore[no-untyped-def]
     h_desc,
     w_desc,
     exps_desc,
+    kept_desc,
     token_ptr,
     highest_ptr,
     total_ptr,
     weighted_ptr,
     chosen_ptr,
     M,
-    V,
+    first,
+    num_words,
     D,
     scale,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
-    EVEN_V: tl.constexpr,
+    EVEN: tl.constexpr,
     FLATTEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Of each tile and row the maximum m, sum exp((logit - m) / temperature) and, with weighted_ptr, the same sum times
-    (logit - m), each [tiles, M]; the token's logit to chosen_ptr [M], where there is such a word.
+    """Of num_words words from `first` on, of each tile and row: the maximum m, sum exp((logit - m) / temperature) and, with
+    weighted_ptr, the same sum times (logit - m), each [tiles, M]; the token's logit to chosen_ptr [M], where it is here.
 
-    With exps_desc, a [M, V] of h's type, also exp2(logit scale - unit) of the tile's own unit, see `align_kernel`.
+    With exps_desc, a [M, num_words] of h's type, also exp2(logit scale - unit) of the tile's own unit, see
+    `align_kernel`. With kept_desc, a [M, num_words], also (logit - m) scale, see `kept_gradient_kernel`.
     """
-    num_m, num_n = tl.cdiv(M, BM), tl.cdiv(V, BN)
+    num_m, num_n = tl.cdiv(M, BM), tl.cdiv(num_words, BN)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         block_m, block_n = _place(tile, num_m, num_n, GROUP)
-        logits = _logits(h_desc, w_desc, block_m * BM, block_n * BN, D, BM, BN, BK, INTERPRETED)
+        word = first + block_n * BN
+        logits = _logits(h_desc, w_desc, block_m * BM, word, D, BM, BN, BK, INTERPRETED)
         rows = block_m * BM + tl.arange(0, BM)
         words = block_n * BN + tl.arange(0, BN)
-        if not EVEN_V:
-            logits = tl.where((words < V)[None, :], logits, NO_WORD)
-        column = _column(token_ptr, rows, M, block_n * BN, tl.minimum(block_n * BN + BN, V))
+        if not EVEN:
+            logits = tl.where((words < num_words)[None, :], logits, NO_WORD)
+        column = _column(token_ptr, rows, M, word, tl.minimum(word + BN, first + num_words))
         chosen = tl.sum(tl.where(tl.arange(0, BN)[None, :] == column[:, None], logits, 0.0), 1)
         tl.store(chosen_ptr + rows, chosen, mask=column >= 0)
         highest = tl.max(logits, 1)
@@ -103,6 +128,9 @@ def reduce_logits_kernel(  # type: ignore[no-untyped-def]
         if exps_desc is not None:
             exps *= tl.exp2(highest * scale - _unit(highest, scale))[:, None]
             exps_desc.store([block_m * BM, block_n * BN], _round_to(exps, h_desc.dtype, INTERPRETED))
+        if kept_desc is not None:
+            bits = tl.maximum(below * scale, LEAST)
+            kept_desc.store([block_m * BM, block_n * BN], bits.to(kept_desc.dtype))
 
 
 @triton.jit(do_not_specialize=["M", "num_tiles"])
@@ -228,6 +256,7 @@ def logits_gradient_kernel(  # type: ignore[no-untyped-def]
     token_ptr,
     normalizer_ptr,
     grad_ptr,
+    others_ptr,
     entropy_ptr,
     grad_entropy_ptr,
     M,
@@ -243,10 +272,7 @@ def logits_gradient_kernel(  # type: ignore[no-untyped-def]
     FLATTEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The gradient of num_words logits a row, from word `first` on: d [M, num_words] of h's type.
-
-    (grad (1[word = token] - p) - grad_entropy p (log p + entropy)) / temperature, the second term with entropy_ptr.
-    """
+    """The gradient of num_words logits a row, from word `first` on: d [M, num_words] of h's type, see `_gradient`."""
     num_m, num_n = tl.cdiv(M, BM), tl.cdiv(num_words, BN)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         block_m, block_n = _place(tile, num_m, num_n, GROUP)
@@ -254,15 +280,50 @@ def logits_gradient_kernel(  # type: ignore[no-untyped-def]
         rows = block_m * BM + tl.arange(0, BM)
         word = first + block_n * BN
         column = _column(token_ptr, rows, M, word, word + BN)
+        is_token = tl.arange(0, BN)[None, :] == column[:, None]
         normalizer = tl.load(normalizer_ptr + rows, mask=rows < M, other=0.0)
-        grad = tl.load(grad_ptr + rows, mask=rows < M, other=0.0) * inverse_temperature
         bits = logits * scale - normalizer[:, None]
-        if entropy_ptr is not None:
-            entropy = tl.load(entropy_ptr + rows, mask=rows < M, other=0.0)
-            of_entropy = tl.load(grad_entropy_ptr + rows, mask=rows < M, other=0.0) * inverse_temperature
-            slope = grad[:, None] + of_entropy[:, None] * (bits * LN2 + entropy[:, None])
-        else:
-            slope = grad[:, None]
-        d = -slope * tl.exp2(bits)
-        d = tl.where(tl.arange(0, BN)[None, :] == column[:, None], d + grad[:, None], d)
+        d = _gradient(bits, is_token, rows, M, grad_ptr, others_ptr, entropy_ptr, grad_entropy_ptr, inverse_temperature)
         d_desc.store([block_m * BM, block_n * BN], _round_to(d, h_desc.dtype, INTERPRETED))
+
+
+@triton.jit(do_not_specialize=["M", "first"])
+def kept_gradient_kernel(  # type: ignore[no-untyped-def]
+    kept_ptr,
+    d_ptr,
+    highest_ptr,
+    token_ptr,
+    normalizer_ptr,
+    grad_ptr,
+    others_ptr,
+    entropy_ptr,
+    grad_entropy_ptr,
+    M,
+    first,
+    num_words,
+    stride,
+    scale,
+    inverse_temperature,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """As `logits_gradient_kernel`, from what `reduce_logits_kernel` kept of the same words; a program ROWS of a tile.
+
+    d_ptr may be kept_ptr: the same place in another type. What is kept is 0 at a tile's maximum and exact near it, so a
+    row's most probable word has its bits as in fp32.
+    """
+    num_n = tl.cdiv(num_words, BN)
+    block_m, block_n = tl.program_id(0) // num_n, tl.program_id(0) % num_n
+    rows = block_m * ROWS + tl.arange(0, ROWS)
+    words = block_n * BN + tl.arange(0, BN)
+    place = rows.to(tl.int64)[:, None] * stride + words[None, :]
+    is_in = (rows < M)[:, None] & (words < num_words)[None, :]
+    below = tl.load(kept_ptr + place, mask=is_in, other=0.0).to(tl.float32)
+    highest = tl.load(highest_ptr + block_n.to(tl.int64) * M + rows, mask=rows < M, other=0.0)
+    normalizer = tl.load(normalizer_ptr + rows, mask=rows < M, other=0.0)
+    bits = below + (highest * scale - normalizer)[:, None]
+    column = _column(token_ptr, rows, M, first + block_n * BN, first + block_n * BN + BN)
+    is_token = tl.arange(0, BN)[None, :] == column[:, None]
+    d = _gradient(bits, is_token, rows, M, grad_ptr, others_ptr, entropy_ptr, grad_entropy_ptr, inverse_temperature)
+    tl.store(d_ptr + place, _round_to(d, d_ptr.dtype.element_ty, INTERPRETED), mask=is_in)

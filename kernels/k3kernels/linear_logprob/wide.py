@@ -41,6 +41,16 @@ def product_in_fp32(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     return matmul(operand(a_MK, b_KN, fp32), operand(b_KN, a_MK, fp32), fp32)
 
 
+def add_product_in_fp32(sums_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
+    """sums += a b of factors no wider than fp32, in the product's own accumulators: sums is fp32, and no other is made."""
+    fp32 = torch.float32
+    a, b = operand(a_MK, b_KN, fp32), operand(b_KN, a_MK, fp32)
+    if a.dtype == fp32:
+        sums_MN.addmm_(a, b)
+    else:
+        torch.addmm(sums_MN, a, b, out_dtype=fp32, out=sums_MN)
+
+
 def wide_linear(x_MD: Tensor, weight_ND: Tensor) -> Tensor:
     """x W^T in the next wider type (bf16 in fp32, fp32 in fp64), differentiable: converts, then multiplies.
 
