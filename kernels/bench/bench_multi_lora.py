@@ -39,24 +39,56 @@ RESULTS = Path(__file__).parent / "results" / "multi_lora_h200.json"
 # Two roundings to bf16, each 1.7e-3 of a tensor's norm, and some room.
 LIMITS = dict.fromkeys(("y", "x", "A", "B"), 4e-3)
 CHECKED_ROWS, CHECKED_ADAPTERS = 64, 2
-CONFIGURATIONS: dict[str, tuple[dict[str, Any], ...]] = {
-    "shrink": (
-        {},
-        {"PIECE": 896},
-        {"PIECE": 3584},
-        {"SHRINK": {"BK": 128, "num_stages": 3}},
-        {"SHRINK": {"BK": 128, "num_stages": 4}},
-        {"SHRINK": {"BK": 64, "num_stages": 3}},
-        {"SHRINK": {"BK": 64, "num_stages": 6}},
-    ),
-    "expand": ({}, {"EXPAND": {"BN": 64}}, {"EXPAND": {"BN": 256}}),
-    "gradient": (
-        {},
-        {"ACCUMULATE": {"BC": 128, "BK": 64, "num_warps": 8, "num_stages": 3}},
-        {"ACCUMULATE": {"BC": 128, "BK": 128, "num_warps": 4, "num_stages": 2}},
-        {"ACCUMULATE": {"BC": 64, "BK": 64, "num_warps": 4, "num_stages": 4}},
-        {"ACCUMULATE": {"BC": 256, "BK": 64, "num_warps": 8, "num_stages": 3}},
-    ),
+Change = dict[str, Any]  # of names in multi_lora_launch.py
+
+
+@contextmanager
+def one_stream(product: Callable[[], object] | None) -> Iterator[None]:
+    """In place of `beside`."""
+    yield
+    if product is not None:
+        product()
+
+
+def of_shrink(**values: int) -> Change:
+    return {"SHRINK": launch.SHRINK | values}
+
+
+def of_expand(**values: int) -> Change:
+    return {"EXPAND": launch.EXPAND | values}
+
+
+def of_gradient(**values: int) -> Change:
+    return {"ACCUMULATE": launch.ACCUMULATE | values}
+
+
+CONFIGURATIONS: dict[str, dict[str, Change]] = {
+    "shrink": {
+        "": {},
+        "128 rows": of_shrink(BM=128),
+        "64 rows": of_shrink(BM=64),
+        "128 rows, pieces of 896": {"PIECE": 896} | of_shrink(BM=128),
+        "5 stages": of_shrink(num_stages=5),
+    },
+    "shrink and gradient": {"": {}, "3 stages": of_shrink(num_stages=3), "128 rows": of_shrink(BM=128)},
+    "expand": {
+        "": {},
+        "64 rows, 128 columns": of_expand(BM=64, BN=128, COLUMNS=128),
+        "of 1792 columns": of_expand(COLUMNS=1792),
+        "of 448 columns": of_expand(COLUMNS=448),
+        "128 at a time": of_expand(BN=128),
+    },
+    "gradient": {
+        "": {},
+        "8 warps": of_gradient(num_warps=8),
+        "64 columns, 4 stages": of_gradient(BC=64, num_stages=4),
+    },
+    BOTH: {
+        "": {},
+        "dB apart": {"fuses_gradient": lambda *_: False},
+        "one launch after the other": {"starts_early": lambda _: False},
+        "one stream": {"beside": one_stream},
+    },
 }
 
 
@@ -251,60 +283,94 @@ class Bench:
         x_TI, W_OI, A_nrI, B_nOr, scale_n, grad_TO, adapter_T = inputs
         rows = launch.sorted_rows(adapter_T, len(A_nrI))
         z_TR, y_TO = launch.shrink(x_TI, A_nrI, scale_n, rows, None, True), torch.empty_like(grad_TO)
-        grad_A, grad_B = torch.empty_like(A_nrI), torch.empty_like(B_nOr)
-
-        def expand(adds: bool) -> None:
-            launch.expand(z_TR, B_nOr, y_TO if adds else None, y_TO, rows, None, True)
-
-        flops, z = 2 * T * W_OI.numel(), T * self.sizes.rank
+        grad_A, grad_B, dx_TI = torch.empty_like(A_nrI), torch.empty_like(B_nOr), torch.empty_like(x_TI)
+        flops, z = 2 * T * W_OI.numel(), z_TR.numel()
+        x, dy, A, B = (tensor.numel() for tensor in (x_TI, grad_TO, A_nrI, B_nOr))
+        # name, which changes of CONFIGURATIONS, work, its operations, and elements of two bytes that it has to move
         parts: list[tuple[str, str, Callable[[], object], int, int]] = [
             ("rows", "", lambda: launch.sorted_rows(adapter_T, len(A_nrI)), 0, 0),
             ("product", "", lambda: torch.mm(x_TI, W_OI.T), flops, 0),
             ("product, added to", "", lambda: y_TO.addmm_(x_TI, W_OI.T), flops, 0),
             ("product of the gradient", "", lambda: torch.mm(grad_TO, W_OI), flops, 0),
-            ("A in bf16", "", lambda: A_nrI.float().bfloat16(), 0, 5 * A_nrI.numel()),
-        ]
-        other = launch.sorted_rows(adapter_T, len(A_nrI), 192 - rows.block_m)
-        for name, work, elements in (
+            ("A in bf16", "", lambda: A_nrI.float().bfloat16(), 0, 5 * A // 2),
             (
                 "shrink x",
-                partial(launch.shrink, x_TI, A_nrI, scale_n, other, None, True),
-                x_TI.numel() + A_nrI.numel(),
+                "shrink",
+                partial(launch.shrink, x_TI, A_nrI, scale_n, rows, None, True),
+                0,
+                x + A + z,
             ),
-            ("expand, adding", partial(launch.expand, z_TR, B_nOr, y_TO, y_TO, other, None, True), 2 * y_TO.numel()),
-        ):
-            parts.append((name, f"{other.block_m} rows", work, 0, elements))
-        for change in CONFIGURATIONS["shrink"]:
-            for name, source, w, is_nrK in (("shrink x", x_TI, A_nrI, True), ("shrink dy", grad_TO, B_nOr, False)):
-                shrink = partial(launch.shrink, source, w, scale_n, rows, None, is_nrK)
-                parts.append((name, text(change), changed(change, shrink), 0, source.numel() + w.numel() + z))
-        for change in CONFIGURATIONS["expand"]:
-            for name, adds in (("expand, adding", True), ("expand, writing", False)):
-                elements = (2 if adds else 1) * y_TO.numel() + B_nOr.numel() + z
-                parts.append((name, text(change), changed(change, partial(expand, adds)), 0, elements))
-        for change in CONFIGURATIONS["gradient"]:
-            for name, source, grad, is_nrC in (("dA", x_TI, grad_A, True), ("dB", grad_TO, grad_B, False)):
-                sums = partial(launch.accumulate, source, z_TR, grad, rows, is_nrC)
-                parts.append((name, text(change), changed(change, sums), 0, source.numel() + grad.numel() + z))
-        for name, variant, call, part_flops, elements in parts:
+            (
+                "shrink dy",
+                "",
+                partial(launch.shrink, grad_TO, B_nOr, scale_n, rows, None, False),
+                0,
+                dy + B + z,
+            ),
+            (
+                "shrink dy and dB",
+                "shrink and gradient",
+                partial(launch.shrink, grad_TO, B_nOr, scale_n, rows, None, False, z_TR, grad_B),
+                0,
+                dy + 2 * B + 2 * z,
+            ),
+            (
+                "expand, adding",
+                "",
+                partial(launch.expand, z_TR, B_nOr, y_TO, y_TO, rows, None, True),
+                0,
+                2 * dy + B + z,
+            ),
+            (
+                "expand, writing",
+                "expand",
+                partial(launch.expand, z_TR, B_nOr, None, y_TO, rows, None, True),
+                0,
+                dy + B + z,
+            ),
+            (
+                "expand dx",
+                "",
+                partial(launch.expand, z_TR, A_nrI, None, dx_TI, rows, None, False),
+                0,
+                x + A + z,
+            ),
+            ("dA", "gradient", partial(launch.accumulate, x_TI, z_TR, grad_A, rows, True), 0, x + A + z),
+            ("dB", "gradient", partial(launch.accumulate, grad_TO, z_TR, grad_B, rows, False), 0, dy + B + z),
+        ]
+        for name, changes, call, part_flops, elements in parts:
             case = Case(f"part: {name}", T, f"{shape[0]}->{shape[1]} {order}")
             floor_ms = max(part_flops / self.flops_per_ms, 2 * elements / self.bytes_per_ms) or None
-            self.results.add(attempt(Row(case, OURS, variant, floor_ms=floor_ms), partial(self._time, call)))
+            for variant, change in CONFIGURATIONS.get(changes, {"": {}}).items():
+                blank = Row(case, OURS, variant, floor_ms=floor_ms)
+                self.results.add(attempt(blank, partial(self._time, changed(change, call))))
+        self._measure_changes(inputs, Case(f"part: {BOTH}", T, f"{shape[0]}->{shape[1]} {order}"))
+
+    def _measure_changes(self, inputs: Inputs, case: Case) -> None:
+        """Of the whole, whose bits none of them changes."""
+        work = our_work(inputs, "", inputs.grad_TO)
+        want = work()
+
+        def measure(change: Change, blank: Row) -> Row:
+            with replaced(launch, **change):
+                got = work()
+                bits = all(same_bits(got[name], want[name]) for name in want)
+                return replace(self._time(work, blank), same_bits=bits)
+
+        for variant, change in CONFIGURATIONS[BOTH].items():
+            blank = Row(case, OURS, variant, floor_ms=self._floor_ms(inputs, BOTH))
+            self.results.add(attempt(blank, partial(measure, change)))
 
     def _time(self, call: Callable[[], object], blank: Row) -> Row:
         return replace(blank, timing=time_on_device(blank.name, call, repeats=self.repeats, is_queued=True))
 
 
-def changed(change: dict[str, Any], work: Callable[[], object]) -> Callable[[], None]:
+def changed(change: Change, work: Callable[[], object]) -> Callable[[], None]:
     def run() -> None:
         with replaced(launch, **change):
             work()
 
     return run
-
-
-def text(change: dict[str, Any]) -> str:
-    return " ".join(str(value).replace("'", "") for value in change.values())
 
 
 def run_bench(arguments: argparse.Namespace) -> int:

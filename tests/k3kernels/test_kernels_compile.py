@@ -139,40 +139,46 @@ def persistent_cases() -> list[Case]:
 
 
 def multi_lora_cases() -> list[Case]:
-    """Of 32 adapters of rank 64, in both of the passes' layouts."""
+    """Of 32 adapters of rank 64, in both of the passes' layouts; with the gradients that they make, and without."""
     from k3kernels.linear.multi_lora_launch import ACCUMULATE, EXPAND, PIECE, SHRINK
 
-    def case(kernel: str, pointers: dict[str, str], sizes: str, constants: dict[str, object], warps: int) -> Case:
+    def case(
+        kernel: str, pointers: dict[str, str | None], sizes: str, constants: dict[str, object], warps: int
+    ) -> Case:
+        constants = constants | {"INTERPRETED": False, "EARLY": False}
+        constants |= {name: None for name, kind in pointers.items() if kind is None}
         integers = tuple(name for name in sizes.split() if name not in constants)
-        multiples = tuple(name for name in integers if name not in ("T", "num_adapters"))
-        arguments = pointers | dict.fromkeys(integers, "i32")
-        constants = constants | {"INTERPRETED": False}
-        stages = SHRINK["num_stages"]
-        return Case("linear.multi_lora_kernels", kernel, arguments, constants, warps, stages, multiples, HOPPER)
+        multiples = tuple(name for name in integers if name not in ("T", "num_tiles", "num_adapters"))
+        arguments = {name: kind for name, kind in pointers.items() if kind is not None} | dict.fromkeys(integers, "i32")
+        module = "linear.multi_lora_gradient" if kernel == "accumulate_kernel" else "linear.multi_lora_kernels"
+        stages = ACCUMULATE["num_stages"] if kernel == "accumulate_kernel" else SHRINK["num_stages"]
+        return Case(module, kernel, arguments, constants, warps, stages, multiples, HOPPER)
 
-    tiles = {"order_ptr": "*i32", "tiles_ptr": "*i32"}
-    product = dict.fromkeys(("x_ptr", "w_ptr"), "*bf16") | {"parts_ptr": "*fp32"} | tiles
-    added = dict.fromkeys(("z_ptr", "w_ptr", "y_ptr"), "*bf16") | tiles | {"ranks_ptr": "*i32"}
+    tiles = dict.fromkeys(("order_ptr", "tiles_ptr", "ranks_ptr"), "*i32")
+    product = (
+        dict.fromkeys(("x_ptr", "w_ptr", "z_ptr"), "*bf16")
+        | {"parts_ptr": "*fp32", "scale_ptr": "*fp32", "edges_ptr": "*i32"}
+        | tiles
+    )
+    added = dict.fromkeys(("z_ptr", "w_ptr", "y_ptr"), "*bf16") | tiles
     gradient = {"x_ptr": "*bf16", "z_ptr": "*bf16", "grad_ptr": "*fp32", "order_ptr": "*i32", "edges_ptr": "*i32"}
-    parts = {"parts_ptr": "*fp32", "z_ptr": "*bf16", "tiles_ptr": "*i32", "scale_ptr": "*fp32", "ranks_ptr": "*i32"}
-    columns = {name: value for name, value in ACCUMULATE.items() if name.startswith("B")}
     table = {"E": 33, "BE": 64, "BM": 64}
     pointers = {"edges_ptr": "*i32", "tiles_ptr": "*i32"}
     cases = [Case("linear.multi_lora_kernels", "tile_table_kernel", pointers, table, 4, architectures=HOPPER)]
-    for BM in (64, 128):
-        shape, warps = {"R": 64, "BM": BM}, BM // 16
-        cases.append(case("sum_parts_kernel", parts, "T num_adapters rank", shape | {"PIECES": 4}, 1))
-        for one in ("r", "k"):
-            fixed = shape | {"PIECE": PIECE, "BK": SHRINK["BK"], "EVEN": True, f"stride_w{one}": 1}
-            sizes = "T num_adapters K rank stride_x stride_wr stride_wk"
-            cases.append(case("shrink_kernel", product, sizes, fixed, warps))
-        for one, onto in (("r", {"onto_ptr": "*bf16"}), ("n", {})):
-            fixed = shape | EXPAND | {"BR": 64, "FULL_RANK": True, "IN_PLACE": bool(onto), f"stride_w{one}": 1}
-            fixed |= {} if onto else {"onto_ptr": None}
+    for BM in (64, 128, 256):
+        shape, warps = {"R": 64, "SHARE": 1, "BM": BM}, min(8, BM // 16)
+        for one, grad in (("k", None), ("r", "*fp32")):
+            fixed = shape | {"PIECE": PIECE, "PIECES": 4, "BK": SHRINK["BK"], "EVEN": True, f"stride_w{one}": 1}
+            more = {"arrived_ptr": "*i32", "other_ptr": grad and "*bf16", "grad_ptr": grad}
+            sizes = "T num_tiles num_adapters K rank stride_x stride_wr stride_wk"
+            cases.append(case("shrink_kernel", product | more, sizes, fixed, warps))
+        for one, onto in (("r", "*bf16"), ("r", None), ("n", None)):
+            fixed = shape | {"BR": 64, "BN": EXPAND["BN"], "COLUMNS": EXPAND["COLUMNS"], "STAGES": EXPAND["num_stages"]}
+            fixed |= {"FULL_RANK": True, "EVEN": True, "IN_PLACE": onto is not None, f"stride_w{one}": 1}
             sizes = "num_adapters N rank stride_wn stride_wr"
-            cases.append(case("expand_kernel", added | onto, sizes, fixed, warps))
+            cases.append(case("expand_kernel", added | {"onto_ptr": onto}, sizes, fixed, warps))
     for one in ("r", "c"):
-        fixed = {"R": 64, "FULL": True, f"stride_{one}": 1} | columns
+        fixed = {"R": 64, "BC": ACCUMULATE["BC"], "BK": ACCUMULATE["BK"], "FULL": True, f"stride_{one}": 1}
         sizes = "C rank stride_x stride_c stride_r"
         cases.append(case("accumulate_kernel", gradient, sizes, fixed, ACCUMULATE["num_warps"]))
     return cases

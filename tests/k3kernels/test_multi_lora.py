@@ -19,8 +19,8 @@ NAMES = ("x", "W", "A", "B")
 def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the small sums here, too."""
     monkeypatch.setattr(launch, "PIECE", 32)
-    monkeypatch.setattr(launch, "SHRINK", {"BK": 16, "num_stages": 4})
-    monkeypatch.setattr(launch, "EXPAND", {"BN": 32})
+    monkeypatch.setattr(launch, "SHRINK", launch.SHRINK | {"BK": 16})
+    monkeypatch.setattr(launch, "EXPAND", launch.EXPAND | {"BN": 32, "COLUMNS": 32})
     monkeypatch.setattr(launch, "ACCUMULATE", launch.ACCUMULATE | {"BC": 32, "BK": 16})
 
 
@@ -138,9 +138,71 @@ def test_a_rows_low_rank_product_has_the_same_bits_in_every_batch_and_tile():
 
     every = torch.arange(150, device=DEVICE)
     together = low_rank(every, 64)
-    assert torch.equal(low_rank(every, 128), together)
+    for block_m in (128, 256):
+        assert torch.equal(low_rank(every, block_m), together)
     for some in (every[:1], every[7:9], every[40:140]):
         assert torch.equal(low_rank(some, 64), together[some])
+
+
+@pytest.mark.parametrize("arrival", ["012", "210", "102"])
+def test_the_pieces_are_added_in_order_whoever_comes_last(monkeypatch, arrival):
+    x = torch.zeros(20, 96, device=DEVICE)
+    for piece, value in enumerate((1e8, 1.0, -1e8)):  # whose sum is 0 in this order, and 1 in others
+        x[:, 32 * piece] = value
+    A, rows = torch.ones(2, 8, 96, device=DEVICE), launch.sorted_rows(mixed(20, 2).abs(), 2)
+    if DEVICE.type == "cpu":
+        from triton.runtime.interpreter import interpreter_builder
+
+        place = interpreter_builder.set_grid_idx
+        shuffled = lambda x, y, z: place(x, int(arrival[y]), z)  # noqa: E731
+        monkeypatch.setattr(interpreter_builder, "set_grid_idx", shuffled)
+    for _ in range(2):
+        z_TR = launch.shrink(x, A, torch.ones(2, device=DEVICE), rows, None, is_nrK=True)
+        assert not z_TR.any()
+        assert not rows.arrived_M.any()
+    x[:, 32] = 64.0
+    assert launch.shrink(x, A, torch.ones(2, device=DEVICE), rows, None, is_nrK=True)[:, :8].all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"EXPAND": {"BM": 256, "BN": 16, "COLUMNS": 48, "num_stages": 1}},
+        {"SHRINK": {"BM": 64, "BK": 32, "num_stages": 2}},
+    ],
+)
+def test_how_it_is_launched_changes_no_bits(monkeypatch, change):
+    inputs, adapter_T = with_dy(draw(100, 72, 40, 2, 8, torch.bfloat16, torch.float32)), mixed(100, 2)
+    want = run(inputs, adapter_T)
+    for name, value in change.items():
+        monkeypatch.setattr(launch, name, value)
+    got = run(inputs, adapter_T)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("r", [5, 16])
+def test_a_gradient_in_another_kernels_pass_is_that_of_its_own(monkeypatch, r, block_m):
+    inputs = with_dy(draw(180, 33, 40, 4, r, torch.bfloat16, torch.float32))
+    adapter_T = torch.full((180,), 1, device=DEVICE)  # 140 rows, in several tiles
+    adapter_T[::9], adapter_T[4::9] = 2, -1  # 20 rows, in one tile; adapters 0 and 3 have none
+    sorted_rows = launch.sorted_rows
+    monkeypatch.setattr(launch, "sorted_rows", lambda adapters, n: sorted_rows(adapters, n, block_m))
+    accumulated, accumulate = [], launch.accumulate
+    monkeypatch.setattr(launch, "accumulate", lambda *given, **how: accumulated.append(1) or accumulate(*given, **how))
+    fused = run(inputs, adapter_T)
+    assert len(accumulated) == 1, "A's gradient alone"
+    monkeypatch.setattr(launch, "fuses_gradient", lambda *_: False)
+    apart = run(inputs, adapter_T)
+    assert len(accumulated) == 3
+    for name, tensor in fused.items():
+        error = (tensor.double() - apart[name].double()).norm() / apart[name].double().norm()
+        # The interpreter adds other numbers of rows at a time.
+        assert error < 1e-6 if DEVICE.type == "cpu" and name in "AB" else error == 0
+    assert all(fused["A"][a].any() for a in (1, 2))
+    for a in (0, 3):
+        assert not fused["A"][a].any()
+        assert not fused["B"][a].any()
 
 
 def test_rows_of_no_adapter_are_the_product_alone():
@@ -189,7 +251,7 @@ def test_groups_without_rows_among_many_get_zero_gradients():
     assert not got["B"][empty].any()
 
 
-@pytest.mark.parametrize(("T", "n", "block_m"), [(1, 1, 64), (200, 5, 64), (200, 5, 128), (20, 896, 64)])
+@pytest.mark.parametrize(("T", "n", "block_m"), [(1, 1, 64), (200, 5, 64), (200, 5, 128), (300, 2, 256), (20, 896, 64)])
 def test_tiles_hold_each_row_once_stably_and_none_of_two_adapters(T, n, block_m):
     adapter_T = mixed(T, n, seed=T)
     rows = launch.sorted_rows(adapter_T, n, block_m)

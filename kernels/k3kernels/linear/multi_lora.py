@@ -8,6 +8,7 @@ them may have few rows or none.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ class _MultiLora(torch.autograd.Function):
         a_nrI, b_nOr = A_nrI.to(x_TI.dtype).contiguous(), B_nOr.to(x_TI.dtype).contiguous()
         ranks_n = None if ranks_n is None else ranks_n.int().contiguous()
         z_TR = launch.shrink(x_TI, a_nrI, scale_n, rows, ranks_n, is_nrK=True)
-        y_TO = _onto(x_TI, None if W_OI is None else W_OI.T, onto_TO, z_TR, b_nOr, rows, ranks_n, is_nNr=True)
+        y_TO = _onto(x_TI, W_OI, onto_TO, z_TR, b_nOr, rows, ranks_n)
         ctx.save_for_backward(x_TI, W_OI, a_nrI, b_nOr, scale_n, z_TR, ranks_n)
         ctx.rows, ctx.dtypes = rows, (A_nrI.dtype, B_nOr.dtype)
         return y_TO
@@ -133,36 +134,40 @@ class _MultiLora(torch.autograd.Function):
         x_TI, W_OI, a_nrI, b_nOr, scale_n, z_TR, ranks_n = ctx.saved_tensors
         needs_x, needs_W, needs_onto, needs_A, needs_B = ctx.needs_input_grad[:5]
         rows, (A_dtype, B_dtype), grad_TO = ctx.rows, ctx.dtypes, grad_TO.contiguous()
-        grad_x = grad_W = grad_A = grad_B = None
+        grad_x = grad_W = product = None
+        grad_A = torch.empty_like(a_nrI, dtype=A_dtype) if needs_A else None
+        grad_B = torch.empty_like(b_nOr, dtype=B_dtype) if needs_B else None
+        fuses_B = needs_B and (needs_x or needs_A) and launch.fuses_gradient(z_TR, rows)
         if needs_x or needs_A:
-            grad_z_TR = launch.shrink(grad_TO, b_nOr, scale_n, rows, ranks_n, is_nrK=False)
-        if needs_B:
-            grad_B = torch.empty_like(b_nOr, dtype=B_dtype)
-            launch.accumulate(grad_TO, z_TR, grad_B, rows, is_nrC=False)
-        if needs_A:
-            grad_A = torch.empty_like(a_nrI, dtype=A_dtype)
-            launch.accumulate(x_TI, grad_z_TR, grad_A, rows, is_nrC=True)
+            taken = (z_TR, grad_B) if fuses_B else (None, None)
+            grad_z_TR = launch.shrink(grad_TO, b_nOr, scale_n, rows, ranks_n, False, *taken)
         if needs_x:
-            grad_x = _onto(grad_TO, W_OI, None, grad_z_TR, a_nrI, rows, ranks_n, is_nNr=False)
+            grad_x = x_TI.new_empty(x_TI.shape)
+            launch.expand(grad_z_TR, a_nrI, None, grad_x, rows, ranks_n, is_nNr=False)
+            product = None if W_OI is None else partial(grad_x.addmm_, grad_TO, W_OI)
+        with launch.beside(product):
+            if grad_B is not None and not fuses_B:
+                launch.accumulate(grad_TO, z_TR, grad_B, rows, is_nrC=False)
+            if grad_A is not None:
+                launch.accumulate(x_TI, grad_z_TR, grad_A, rows, is_nrC=True)
         if needs_W:
             grad_W = torch.mm(grad_TO.T, x_TI)
         return grad_x, grad_W, grad_TO if needs_onto else None, grad_A, grad_B, None, None, None
 
 
-def _onto(x_TK, w_KN, onto_TN, z_TR, factor, rows, ranks_n, is_nNr):  # type: ignore[no-untyped-def]
-    """x w, or onto, or where both are none 0; and onto it z B_a^T of each row's adapter, or z A_a."""
+def _onto(x_TI, W_OI, onto_TO, z_TR, b_nOr, rows, ranks_n):  # type: ignore[no-untyped-def]
+    """x W^T, or onto where W is none; and onto it z B_a^T of each row's adapter."""
     from k3kernels.linear.multi_lora_launch import expand
     from k3kernels.linear.triton import multiply
 
-    def added(onto_TN: Tensor | None, y_TN: Tensor) -> Tensor:
-        expand(z_TR, factor, onto_TN, y_TN, rows, ranks_n, is_nNr)
-        return y_TN
+    def added(onto_TO: Tensor | None, y_TO: Tensor) -> Tensor:
+        expand(z_TR, b_nOr, onto_TO, y_TO, rows, ranks_n, is_nNr=True)
+        return y_TO
 
-    is_forward = is_nNr
-    if w_KN is None:
-        new_TN = x_TK.new_empty(x_TK.shape[0], factor.shape[1 if is_nNr else 2])
-        return added(None if onto_TN is None else onto_TN.contiguous(), new_TN)
-    if is_forward and uses_invariant_product(x_TK):
-        y_TN = multiply(x_TK, w_KN.T)
-        return added(y_TN, y_TN)
-    return added(None, x_TK.new_empty(x_TK.shape[0], w_KN.shape[1])).addmm_(x_TK, w_KN)
+    new = partial(x_TI.new_empty, x_TI.shape[0], b_nOr.shape[1])
+    if W_OI is None:
+        return added(onto_TO.contiguous(), new())
+    if uses_invariant_product(x_TI):
+        y_TO = multiply(x_TI, W_OI)
+        return added(y_TO, y_TO)
+    return added(None, new()).addmm_(x_TI, W_OI.T)

@@ -1,7 +1,8 @@
 """Triton kernels of LoRA with an adapter a row: x A^T of each row's adapter, its product added, and both gradients.
 
-Rows are sorted by adapter once a batch (`SortedRows` in `multi_lora_launch.py`) and read where they lie. `shrink` walks K
-in pieces, whose sums are added in order; `accumulate` walks an adapter's own rows.
+Rows are sorted by adapter once a batch (`SortedRows` in `multi_lora_launch.py`) and read where they lie. A program takes
+rows of one adapter, and walks over columns: `shrink` sums over a piece of K, whose sums the last program adds in order;
+`expand` writes its columns. `shrink` can make the gradient of the factor that it reads.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from k3kernels.linear.multi_lora_gradient import _other_gradients, _start_early
 from k3kernels.linear.triton import _add_products, _round_to, _tile_of_group
 
 
@@ -24,14 +26,29 @@ def tile_table_kernel(  # type: ignore[no-untyped-def]
     tl.store(entry + 2, end)
 
 
-@triton.jit(do_not_specialize=["T", "num_adapters"])
+@triton.jit
+def _rows_of(tiles_ptr, number, SHARE: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(adapter, first place, end of the adapter's places): BM rows, of which SHARE make a tile of the table."""
+    entry = tiles_ptr + 3 * (number // SHARE)
+    return tl.load(entry), tl.load(entry + 1) + (number % SHARE) * BM, tl.load(entry + 2)
+
+
+@triton.jit(do_not_specialize=["T", "num_tiles", "num_adapters"])
 def shrink_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     w_ptr,
     parts_ptr,
+    z_ptr,
+    arrived_ptr,
+    scale_ptr,
+    ranks_ptr,
+    other_ptr,
+    grad_ptr,
     order_ptr,
+    edges_ptr,
     tiles_ptr,
     T,
+    num_tiles,
     num_adapters,
     K,
     rank,
@@ -39,27 +56,68 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
     stride_wr,
     stride_wk,
     PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
     R: tl.constexpr,
+    SHARE: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
     EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """parts [pieces, T, R]: of rows in sorted order, a piece of x W^T. A program makes a tile of one piece."""
-    entry = tiles_ptr + 3 * tl.program_id(0)
-    adapter = tl.load(entry)
-    if adapter >= num_adapters:
+    """parts [PIECES, T, R]: of rows in sorted order, pieces of x W^T; and z [T, R] of them, see `_sum_parts`.
+
+    With grad_ptr also x^T other, in w's layout. A program makes one piece of BM rows; the last of these rows' programs to
+    arrive, whichever it is, adds the pieces. After the tiles' programs come the adapters', for those without rows.
+    """
+    _start_early(EARLY)
+    begin = tl.program_id(1) * PIECE
+    to = min(begin + PIECE, K)
+    if grad_ptr is not None:  # noqa: SIM102 - known when it is compiled
+        if tl.program_id(0) >= num_tiles:
+            adapter = tl.program_id(0) - num_tiles
+            if tl.load(edges_ptr + adapter) == tl.load(edges_ptr + adapter + 1):
+                _other_gradients(
+                    x_ptr,
+                    other_ptr,
+                    grad_ptr,
+                    order_ptr,
+                    edges_ptr,
+                    adapter,
+                    0,
+                    begin,
+                    to,
+                    K,
+                    rank,
+                    stride_x,
+                    stride_wk,
+                    stride_wr,
+                    R,
+                    BM,
+                    BK,
+                    EVEN,
+                    INTERPRETED,
+                )
+            return
+    adapter, first, end = _rows_of(tiles_ptr, tl.program_id(0), SHARE, BM)
+    if (adapter >= num_adapters) | (first >= end):
         return
-    places = tl.load(entry + 1) + tl.arange(0, BM)
-    is_row = places < tl.load(entry + 2)
+    places = first + tl.arange(0, BM)
+    is_row = places < end
     rows = tl.load(order_ptr + places, mask=is_row, other=0).to(tl.int64)
     columns = tl.arange(0, R)
     step = tl.arange(0, BK)
     x_ptrs = x_ptr + rows[:, None] * stride_x
-    w_ptrs = w_ptr + adapter.to(tl.int64) * rank * K + columns[None, :] * stride_wr
+    factor = adapter.to(tl.int64) * rank * K
+    w_ptrs = w_ptr + factor + columns[None, :] * stride_wr
+    at = places.to(tl.int64)[:, None] * R + columns[None, :]
+    if grad_ptr is not None:
+        other = tl.load(other_ptr + at, mask=is_row[:, None], other=0.0)
+        grad_ptrs = grad_ptr + factor + columns[None, :] * stride_wr
+        group_begin = tl.load(edges_ptr + adapter)
+        is_grad = (end - group_begin <= BM) & (columns < rank)[None, :]
     sums = tl.zeros([BM, R], tl.float32)
-    begin = tl.program_id(1) * PIECE
-    for start in range(begin, min(begin + PIECE, K), BK):
+    for start in range(begin, to, BK):
         ks = start + step
         if EVEN:
             x = tl.load(x_ptrs + ks[None, :], mask=is_row[:, None], other=0.0)
@@ -69,42 +127,72 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
             x = tl.load(x_ptrs + ks[None, :], mask=is_row[:, None] & (ks < K)[None, :], other=0.0)
             w = tl.load(w_ptrs + ks[:, None] * stride_wk, mask=is_w, other=0.0)
         sums = _add_products(x, w, sums, INTERPRETED)
-    out = parts_ptr + (tl.program_id(1).to(tl.int64) * T + places)[:, None] * R + columns[None, :]
-    tl.store(out, sums, mask=is_row[:, None])
+        if grad_ptr is not None:
+            grad = _add_products(tl.trans(x), other, tl.zeros([BK, R], tl.float32), INTERPRETED)
+            grad = _round_to(grad, grad_ptr.dtype.element_ty, INTERPRETED)
+            tl.store(grad_ptrs + ks[:, None] * stride_wk, grad, mask=is_grad & (ks < K)[:, None])
+    tl.store(parts_ptr + tl.program_id(1) * T.to(tl.int64) * R + at, sums, mask=is_row[:, None])
+    if grad_ptr is not None:
+        tile = (first - group_begin) // BM
+        _other_gradients(
+            x_ptr,
+            other_ptr,
+            grad_ptr,
+            order_ptr,
+            edges_ptr,
+            adapter,
+            tile,
+            begin,
+            to,
+            K,
+            rank,
+            stride_x,
+            stride_wk,
+            stride_wr,
+            R,
+            BM,
+            BK,
+            EVEN,
+            INTERPRETED,
+        )
+    tl.debug_barrier()  # all of this program's part is stored before it counts as arrived
+    if tl.atomic_add(arrived_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == PIECES - 1:
+        tl.store(arrived_ptr + tl.program_id(0), 0)
+        end = min(first + BM, end)
+        _sum_parts(parts_ptr, z_ptr, scale_ptr, ranks_ptr, adapter, first, end, T, rank, PIECES, R, 32, INTERPRETED)
 
 
-@triton.jit(do_not_specialize=["T", "num_adapters"])
-def sum_parts_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sum_parts(  # type: ignore[no-untyped-def]
     parts_ptr,
     z_ptr,
-    tiles_ptr,
     scale_ptr,
     ranks_ptr,
+    adapter,
+    first,
+    end,
     T,
-    num_adapters,
     rank,
     PIECES: tl.constexpr,
     R: tl.constexpr,
-    BM: tl.constexpr,
+    ROWS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """z [T, R] = scale times the pieces' sum, rounded once; 0 above the adapter's rank."""
-    ROWS: tl.constexpr = 16  # of the tile's rows
-    entry = tiles_ptr + 3 * (tl.program_id(0) // (BM // ROWS))
-    adapter = tl.load(entry)
-    if adapter >= num_adapters:
-        return
-    places = tl.load(entry + 1) + (tl.program_id(0) % (BM // ROWS)) * ROWS + tl.arange(0, ROWS)
-    is_row = (places < tl.load(entry + 2))[:, None]
-    columns = tl.arange(0, R)
-    at = places.to(tl.int64)[:, None] * R + columns[None, :]
-    sums = tl.zeros([ROWS, R], tl.float32)
-    for piece in tl.static_range(PIECES):
-        sums += tl.load(parts_ptr + piece * T.to(tl.int64) * R + at, mask=is_row, other=0.0)
+    """z [T, R] = scale times the pieces' sum, rounded once; 0 above the adapter's rank. ROWS at a time."""
     if ranks_ptr is not None:
         rank = tl.load(ranks_ptr + adapter)
-    z = tl.where((columns < rank)[None, :], sums * tl.load(scale_ptr + adapter), 0.0)
-    tl.store(z_ptr + at, _round_to(z, z_ptr.dtype.element_ty, INTERPRETED), mask=is_row)
+    scale = tl.load(scale_ptr + adapter)
+    columns = tl.arange(0, R)[None, :]
+    for start in range(first, end, ROWS):
+        places = start + tl.arange(0, ROWS)[:, None]
+        at = places.to(tl.int64) * R + columns
+        sums = tl.zeros([ROWS, R], tl.float32)
+        for piece in tl.static_range(PIECES):
+            # Not from the first-level cache, which may hold what was there before other programs' parts.
+            part_ptrs = parts_ptr + piece * T.to(tl.int64) * R + at
+            sums += tl.load(part_ptrs, mask=places < end, other=0.0, cache_modifier=".cg")
+        z = _round_to(tl.where(columns < rank, sums * scale, 0.0), z_ptr.dtype.element_ty, INTERPRETED)
+        tl.store(z_ptr + at, z, mask=places < end)
 
 
 @triton.jit(do_not_specialize=["num_adapters"])
@@ -122,89 +210,74 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     stride_wn,
     stride_wr,
     FULL_RANK: tl.constexpr,
+    EVEN: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    COLUMNS: tl.constexpr,
     R: tl.constexpr,
     BR: tl.constexpr,
+    SHARE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """y = onto + z W^T, without onto_ptr z W^T alone; IN_PLACE: onto is y, whose rows of no adapter stay as they are."""
-    num_n = tl.cdiv(N, BN)
-    entry = tiles_ptr + 3 * (tl.program_id(0) // num_n)
-    adapter = tl.load(entry)
-    if adapter >= num_adapters + (0 if IN_PLACE else 1):
+    """y = onto + z W^T, without onto_ptr z W^T alone; IN_PLACE: onto is y, whose rows of no adapter stay as they are.
+
+    A program makes COLUMNS columns of BM rows, BN at a time.
+    """
+    _start_early(EARLY)
+    begin = tl.program_id(1) * COLUMNS
+    to = min(begin + COLUMNS, N)
+    adapter, first, end = _rows_of(tiles_ptr, tl.program_id(0), SHARE, BM)
+    if (adapter >= num_adapters + (0 if IN_PLACE else 1)) | (first >= end):
         return
-    places = tl.load(entry + 1) + tl.arange(0, BM)
-    is_row = places < tl.load(entry + 2)
-    rows = tl.load(order_ptr + places, mask=is_row, other=0).to(tl.int64)
-    columns = (tl.program_id(0) % num_n) * BN + tl.arange(0, BN)
-    at = rows[:, None] * N + columns[None, :]
-    is_in = is_row[:, None] & (columns < N)[None, :]
-    if onto_ptr is not None:
-        onto = tl.load(onto_ptr + at, mask=is_in, other=0.0).to(tl.float32)
+    places = first + tl.arange(0, BM)
+    is_row = places < end
+    rows = tl.load(order_ptr + places, mask=is_row, other=0).to(tl.int64)[:, None]
     has_adapter = adapter < num_adapters
+    is_z = is_row[:, None] & has_adapter
+    z_ptrs = z_ptr + places.to(tl.int64)[:, None] * R
+    factor = adapter.to(tl.int64) * rank * N
+    own_rank = rank
     if ranks_ptr is not None:
         own_rank = tl.load(ranks_ptr + adapter, mask=has_adapter, other=0)
-    sums = tl.zeros([BM, BN], tl.float32)
-    for start in range(0, R, BR):
-        ks = start + tl.arange(0, BR)
-        z_ptrs = z_ptr + places.to(tl.int64)[:, None] * R + ks[None, :]
-        z = tl.load(z_ptrs, mask=is_row[:, None] & has_adapter, other=0.0)
-        w_ptrs = w_ptr + adapter.to(tl.int64) * rank * N + columns[None, :] * stride_wn + ks[:, None] * stride_wr
-        is_w = (columns < N)[None, :] & has_adapter
-        if not FULL_RANK:
-            is_w = is_w & (ks < rank)[:, None]
-        w = tl.load(w_ptrs, mask=is_w, other=0.0)
-        if ranks_ptr is not None:
-            # Not in the load's mask, which would then be read an element at a time.
-            w = tl.where((ks < own_rank)[:, None], w, 0.0)
-        sums = _add_products(z, w, sums, INTERPRETED)
-    if onto_ptr is not None:
-        sums += onto
-    tl.store(y_ptr + at, _round_to(sums, y_ptr.dtype.element_ty, INTERPRETED), mask=is_in)
+    ranks = tl.arange(0, R)
+    if R == BR:
+        z = tl.load(z_ptrs + ranks[None, :], mask=is_z, other=0.0)
+    for start in tl.range(begin, to, BN, num_stages=STAGES):
+        columns = start + tl.arange(0, BN)
+        at = rows * N + columns[None, :]
+        is_column = (columns < N)[None, :]
+        is_in = is_row[:, None]
+        is_w = has_adapter
+        if not EVEN:
+            is_in = is_in & is_column
+            is_w = is_w & is_column
+        sums = tl.zeros([BM, BN], tl.float32)
+        w_ptrs = w_ptr + factor + columns[None, :] * stride_wn
+        if R == BR:
+            w = _factor(w_ptrs, stride_wr, is_w, ranks, rank, own_rank, FULL_RANK, ranks_ptr is not None)
+            sums = _add_products(z, w, sums, INTERPRETED)
+        else:
+            for from_rank in range(0, R, BR):
+                ks = from_rank + tl.arange(0, BR)
+                part = tl.load(z_ptrs + ks[None, :], mask=is_z, other=0.0)
+                w = _factor(w_ptrs, stride_wr, is_w, ks, rank, own_rank, FULL_RANK, ranks_ptr is not None)
+                sums = _add_products(part, w, sums, INTERPRETED)
+        if onto_ptr is not None:
+            sums += tl.load(onto_ptr + at, mask=is_in, other=0.0).to(tl.float32)
+        tl.store(y_ptr + at, _round_to(sums, y_ptr.dtype.element_ty, INTERPRETED), mask=is_in)
 
 
 @triton.jit
-def accumulate_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    z_ptr,
-    grad_ptr,
-    order_ptr,
-    edges_ptr,
-    C,
-    rank,
-    stride_x,
-    stride_c,
-    stride_r,
-    R: tl.constexpr,
-    BC: tl.constexpr,
-    BK: tl.constexpr,
-    FULL: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+def _factor(  # type: ignore[no-untyped-def]
+    w_ptrs, stride_wr, is_w, ks, rank, own_rank, FULL_RANK: tl.constexpr, HAS_RANKS: tl.constexpr
 ):
-    """grad_a = x^T z over adapter a's rows, first to last: [C, rank] with strides stride_c and stride_r.
-
-    The last columns come first: where `shrink` has just read the same rows, they are still in the cache.
-    """
-    num_c = tl.cdiv(C, BC)
-    num_adapters = tl.num_programs(0) // num_c
-    adapter = tl.program_id(0) % num_adapters
-    columns = (num_c - 1 - tl.program_id(0) // num_adapters) * BC + tl.arange(0, BC)
-    ks, step = tl.arange(0, R), tl.arange(0, BK)
-    begin, end = tl.load(edges_ptr + adapter), tl.load(edges_ptr + adapter + 1)
-    sums = tl.zeros([BC, R], tl.float32)
-    for start in range(begin, end, BK):
-        places = start + step
-        is_row = (places < end)[:, None]
-        rows = tl.load(order_ptr + places, mask=places < end, other=0).to(tl.int64)
-        x_ptrs = x_ptr + rows[:, None] * stride_x + columns[None, :]
-        if FULL:
-            x = tl.load(x_ptrs, mask=is_row, other=0.0)
-        else:
-            x = tl.load(x_ptrs, mask=is_row & (columns < C)[None, :], other=0.0)
-        z = tl.load(z_ptr + places.to(tl.int64)[:, None] * R + ks[None, :], mask=is_row, other=0.0)
-        sums = _add_products(tl.trans(x), z, sums, INTERPRETED)
-    out = grad_ptr + adapter.to(tl.int64) * rank * C + columns[:, None] * stride_c + ks[None, :] * stride_r
-    is_in = (columns < C)[:, None] & (ks < rank)[None, :]
-    tl.store(out, _round_to(sums, grad_ptr.dtype.element_ty, INTERPRETED), mask=is_in)
+    if not FULL_RANK:
+        is_w = is_w & (ks < rank)[:, None]
+    w = tl.load(w_ptrs + ks[:, None] * stride_wr, mask=is_w, other=0.0)
+    if HAS_RANKS:
+        # Not in the load's mask, which would then be read an element at a time.
+        w = tl.where((ks < own_rank)[:, None], w, 0.0)
+    return w

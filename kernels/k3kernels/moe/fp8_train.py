@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from k3kernels.linear.triton import INTERPRETED
-from k3kernels.moe import grouped
+from k3kernels.moe import grouped, hopper
 from k3kernels.moe.fp8 import (
     FP8_MAX,
     FP8_TILES,
@@ -33,6 +33,7 @@ from k3kernels.moe.fp8 import (
 from k3kernels.moe.fp8_kernels import gated_gradient_fp8_kernel
 from k3kernels.moe.grouped import Betas, Product, Scaled, Schedule, Tiles, pick_tiles
 from k3kernels.moe.pairs import Pairs, combine, of_pairs, sort_pairs, stage, unstage
+from k3kernels.moe.train import FEW_SUMMED_ROWS
 from k3kernels.situ.triton import kind_of
 
 
@@ -82,9 +83,12 @@ def moe_experts_fp8_train(
     scale = resolved(hidden, situ_betas)
     if experts_Tk.numel() == 0:
         return x_TR * (0 * (weights_Tk.sum() + sum(w.sum() for w in trained))).to(x_TR.dtype)
+    rows_per_expert = experts_Tk.numel() // E
     if tiles is None:
-        tiles = replace(FP8_TILES, weights=pick_tiles(experts_Tk.numel() // E, torch.bfloat16).weights)
+        tiles = replace(FP8_TILES, weights=pick_tiles(rows_per_expert, torch.bfloat16).weights)
     pairs = sort_pairs(experts_Tk, E)
+    if weights_product is None and rows_per_expert <= FEW_SUMMED_ROWS and hopper.takes(trained):
+        weights_product = hopper.in_training(pairs, sums_weights=True).weights
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x_TR, weights_Tk, *trained)):
         return _forward(x_TR, weights_Tk, matrices, pairs, situ_betas, scale, tiles, False)[0]
     out: Tensor = _Experts.apply(x_TR, weights_Tk, *trained, matrices, pairs, situ_betas, scale, tiles, weights_product)

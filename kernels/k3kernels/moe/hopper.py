@@ -133,7 +133,7 @@ class Products:
         kernel = load(PRODUCT, _index(xs[0]), defines(is_packed, is_transposed, is_gated))
         height = WIDE // len(matrices) if is_gated else WIDE  # rows of a matrix that a block takes
         factor_box = (DEPTH, WIDE // DEPTH) if is_transposed else (height, 1)
-        stored = [w.packed if isinstance(w, PackedMatrices) else w for w in matrices]
+        stored = [_stored(w) for w in matrices]
         scales = [w.scale if isinstance(w, PackedMatrices) else None for w in matrices]
         maps = [
             *_two(stored, (height, 1) if is_packed else factor_box),
@@ -161,6 +161,12 @@ def in_training(pairs: Pairs, sums_weights: bool) -> grouped.Products:
 def defines(is_packed: bool, is_transposed: bool, is_gated: bool) -> tuple[tuple[str, int], ...]:
     flags = {"IS_PACKED": is_packed, "TRANSPOSED": is_transposed, "GATED": is_gated, "MAX_ROWS": MAX_ROWS}
     return tuple((name, int(flag)) for name, flag in flags.items())
+
+
+def _stored(w: Matrices) -> Tensor:
+    x = w.packed if isinstance(w, PackedMatrices) else w
+    assert isinstance(x, Tensor)
+    return x
 
 
 def _two(tensors: Sequence[Tensor], box: tuple[int, int]) -> list[TensorMap]:

@@ -18,9 +18,8 @@ from k3kernels.moe import grouped, hopper
 from k3kernels.moe.grouped import OURS, Betas, Products, Schedule, Tiles, pick_tiles
 from k3kernels.moe.pairs import Pairs, combine, of_pairs, sort_pairs, stage, unstage
 
-FEW_ROWS = (
-    256  # of an expert on average: fewer than two tiles of rows, so that matrices take longer to read than to multiply
-)
+# Rows of an expert on average up to which `hopper` multiplies sooner, and gives the matrices' gradients sooner.
+FEW_ROWS, FEW_SUMMED_ROWS = 1024, 256
 
 
 def takes(*matrices: object) -> bool:
