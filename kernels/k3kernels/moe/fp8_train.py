@@ -33,7 +33,7 @@ from k3kernels.moe.fp8 import (
 from k3kernels.moe.fp8_kernels import gated_gradient_fp8_kernel
 from k3kernels.moe.grouped import Betas, Product, Scaled, Schedule, Tiles, pick_tiles
 from k3kernels.moe.pairs import Pairs, combine, of_pairs, sort_pairs, stage, unstage
-from k3kernels.moe.train import FEW_SUMMED_ROWS
+from k3kernels.moe.train import FEW_ROWS
 from k3kernels.situ.triton import kind_of
 
 
@@ -87,8 +87,8 @@ def moe_experts_fp8_train(
     if tiles is None:
         tiles = replace(FP8_TILES, weights=pick_tiles(rows_per_expert, torch.bfloat16).weights)
     pairs = sort_pairs(experts_Tk, E)
-    if weights_product is None and rows_per_expert <= FEW_SUMMED_ROWS and hopper.takes(trained):
-        weights_product = hopper.in_training(pairs, sums_weights=True).weights
+    if weights_product is None and rows_per_expert <= FEW_ROWS and hopper.takes(trained):
+        weights_product = hopper.in_training(pairs).weights
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x_TR, weights_Tk, *trained)):
         return _forward(x_TR, weights_Tk, matrices, pairs, situ_betas, scale, tiles, False)[0]
     out: Tensor = _Experts.apply(x_TR, weights_Tk, *trained, matrices, pairs, situ_betas, scale, tiles, weights_product)

@@ -146,15 +146,15 @@ class Products:
         kernel(_multiprocessors(xs[0]) // 2 * 2, arguments)
 
 
-def in_training(pairs: Pairs, sums_weights: bool) -> grouped.Products:
-    """For `train`: these products in place of the grouped ones, with sums_weights those of the matrices' gradients too."""
+def in_training(pairs: Pairs) -> grouped.Products:
+    """For `train`: these products in place of the grouped ones."""
     ours = Products.of(pairs)
     return grouped.Products(
         gated=lambda x, w1, w3, _, betas, keeps: ours.gated(x, w1, w3, betas, keeps),
         down=lambda x, w, _: ours.product(x, w),
         hidden=lambda y, w, _: ours.inputs_gradient([y], [w]),
         inputs=lambda y1, w1, y3, w3, _: ours.inputs_gradient([y1, y3], [w1, w3]),
-        weights=(lambda y, x, _: ours.weights_gradient(y, x)) if sums_weights else None,
+        weights=lambda y, x, _: ours.weights_gradient(y, x),
     )
 
 

@@ -18,8 +18,7 @@ from k3kernels.moe import grouped, hopper
 from k3kernels.moe.grouped import OURS, Betas, Products, Schedule, Tiles, pick_tiles
 from k3kernels.moe.pairs import Pairs, combine, of_pairs, sort_pairs, stage, unstage
 
-# Rows of an expert on average up to which `hopper` multiplies sooner, and gives the matrices' gradients sooner.
-FEW_ROWS, FEW_SUMMED_ROWS = 1024, 256
+FEW_ROWS = 256  # of an expert on average: matrices take longer to read than to multiply, which `hopper` does sooner
 
 
 def takes(*matrices: object) -> bool:
@@ -66,7 +65,7 @@ def moe_experts_train(
     pairs = sort_pairs(experts_Tk, w1_EFR.shape[0])
     if products is None:
         is_few = rows_per_expert <= FEW_ROWS and x_TR.dtype == torch.bfloat16 and hopper.takes(matrices)
-        products = hopper.in_training(pairs, rows_per_expert <= FEW_SUMMED_ROWS) if is_few else OURS
+        products = hopper.in_training(pairs) if is_few else OURS
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x_TR, weights_Tk, *matrices)):
         return _forward(x_TR, weights_Tk, *matrices, pairs, situ_betas, products, tiles, False)[0]
     out: Tensor = _Experts.apply(x_TR, weights_Tk, *matrices, pairs, situ_betas, products, tiles)
