@@ -150,7 +150,8 @@ def prefill_ledger(at: Local, layer: int) -> Ledger:
 def head_ledger(at: Local) -> Ledger:
     """Log-probabilities of the trained tokens, forward and backward, a block of the vocabulary at a time.
 
-    A plan does not know in which mode it will run: kernels hold up to 0.6 GiB at a time instead (docs/memory.md).
+    A plan does not know in which mode it will run: kernels hold up to 0.6 GiB at a time instead, or
+    1.9 where the head is trained (docs/memory.md).
     """
     ledger = Ledger()
     num = at.T * at.trained_share

@@ -135,7 +135,7 @@ def test_a_layer_measured_again_replaces_its_row_and_leaves_the_others():
 @pytest.mark.parametrize(
     ("kernel", "operation"),
     [
-        ("packed_product_kernel", "experts' products"),
+        ("products_kernel", "experts' products"),
         ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "dense products"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "MLA attention"),
         ("attn_res_gradient_kernel", "Attention Residuals"),

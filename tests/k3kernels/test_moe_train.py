@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from k3kernels.moe import hopper, train
 from k3kernels.moe.grouped import OURS, GroupedTile, Products, Tiles, activate
 from k3kernels.moe.pairs import combine, sort_pairs, stage, unstage
 from k3kernels.moe.reference import moe_experts as moe_experts_ref
@@ -257,3 +258,16 @@ def test_what_the_kernels_cannot_take_is_refused_with_a_remedy(change, message):
     x, weights, *matrices = (inputs | change(inputs)).values()
     with pytest.raises(ValueError, match=message):
         moe_experts_train(x, routes(3), weights, *matrices, None)
+
+
+def test_few_rows_an_expert_are_multiplied_by_hoppers_products(monkeypatch):
+    asked = []
+    monkeypatch.setattr(hopper, "takes", lambda matrices: len(matrices) == 3)
+    monkeypatch.setattr(hopper, "in_training", lambda pairs: asked.append(pairs) or OTHERS)
+    inputs, experts = draw(5, torch.bfloat16), routes(5)
+    few = moe_experts_train(inputs["x"], experts, *(inputs[name] for name in NAMES[1:]), K3)
+    assert len(asked) == 1
+    monkeypatch.setattr(train, "FEW_ROWS", 0)
+    many = moe_experts_train(inputs["x"], experts, *(inputs[name] for name in NAMES[1:]), K3, tiles=small_tiles())
+    assert len(asked) == 1
+    torch.testing.assert_close(few, many, rtol=2e-2, atol=2e-2)
