@@ -205,7 +205,7 @@ def moe_cases() -> list[Case]:
     combine = {"y_ptr": "*bf16", "experts_ptr": "*i64", "weights_ptr": "*fp32", "out_ptr": "*bf16", "R": "i32"}
     constants = {"E": 64, "SLOTS": 8, "BLOCK": COMBINED_COLUMNS, "INTERPRETED": False}
     cases.append(Case("moe", "combine_kernel", combine, constants, 4, architectures=HOPPER))
-    tiles = {"E": 896, "BE": 1024, "MAX_ROWS": 176, "ROUNDED": 16, "BLOCK": 64}
+    tiles = {"E": 896, "BE": 1024, "MAX_ROWS": 176, "ROUNDED": 16, "BLOCK": 8}
     pointers = {"edges_ptr": "*i32", "tiles_ptr": "*i32", "count": "i32"}
     cases.append(Case("moe.row_tiles", "row_tiles_kernel", pointers, tiles, 4, architectures=HOPPER))
     return [*cases, *router_cases()]

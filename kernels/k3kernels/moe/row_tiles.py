@@ -11,7 +11,7 @@ from k3kernels.linear.triton import max_tiles
 from k3kernels.moe.pairs import Pairs
 
 ROUNDED = 16
-BLOCK = 64  # tiles of a program
+BLOCK = 8  # tiles of a program
 
 
 @triton.jit
