@@ -19,12 +19,12 @@ from k3kernels.moe import grouped
 from k3kernels.moe.fp8_kernels import GROUP, gated_fp8_kernel, quantise_rows_kernel, stage_fp8_kernel
 from k3kernels.moe.grouped import Betas, GroupedTile, Scaled, Schedule, Tiles
 from k3kernels.moe.pairs import Pairs, combine, sort_pairs
+from k3kernels.moe.reference import FP8_MAX
 from k3kernels.situ.triton import kind_of
 
 ROWS: Final = "rows"
 Hidden = float | Literal["rows"] | None  # how h is scaled: `moe_experts_fp8`
 
-FP8_MAX = 448.0
 _ROWS = GroupedTile(128, 256, 128, 8, 4, is_flat=True)  # twice as deep as bf16's: a value has half the bytes
 FP8_TILES = Tiles(replace(_ROWS, columns=128, is_flat=False), _ROWS, _ROWS, _ROWS, _ROWS)
 

@@ -54,11 +54,18 @@ def _coarsely_activated(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _scale_of(magnitudes, MAX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(the scale, what values are divided by) of a row: 0 and 1 of one of zeros, NaN and 1 of one with a NaN or infinity."""
+    peak = tl.max(tl.where(magnitudes == magnitudes, magnitudes, float("inf")), 0)
+    scale = tl.where(peak < float("inf"), peak / MAX, float("nan"))
+    return scale, tl.where(scale > 0, scale, 1.0)
+
+
+@triton.jit
 def _quantised(x, MAX: tl.constexpr, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
     """e4m3 values and the scale of one row; a row of zeros has scale 0, one with a NaN is all NaN."""
-    peak = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 0)
-    scale = tl.where(peak < float("inf"), peak / MAX, float("nan"))
-    return _to_e4m3(x / tl.where(scale > 0, scale, 1.0), INTERPRETED), scale
+    scale, divisor = _scale_of(tl.abs(x), MAX)
+    return _to_e4m3(x / divisor, INTERPRETED), scale
 
 
 @triton.jit
@@ -241,11 +248,8 @@ def gated_gradient_fp8_kernel(  # type: ignore[no-untyped-def]
     tl.store(parts_ptr + row, tl.sum(tl.where(is_in, h * grad, 0.0), 0))
     of_gate = of_gate.to(tl.float32)
     of_up = of_up.to(tl.float32)
-    larger = tl.maximum(tl.abs(of_gate), tl.abs(of_up), tl.PropagateNan.ALL)
-    peak = tl.max(tl.where(larger == larger, larger, float("inf")), 0)
-    scale = tl.where(peak < float("inf"), peak / MAX, float("nan"))
+    scale, divisor = _scale_of(tl.maximum(tl.abs(of_gate), tl.abs(of_up), tl.PropagateNan.ALL), MAX)
     tl.store(scale_ptr + row, scale)
-    divisor = tl.where(scale > 0, scale, 1.0)
     both_ptrs = both_ptr + places + row.to(tl.int64) * F
     tl.store(both_ptrs, _to_e4m3(of_gate / divisor, INTERPRETED), mask=is_in)
     tl.store(both_ptrs + F, _to_e4m3(of_up / divisor, INTERPRETED), mask=is_in)

@@ -20,7 +20,6 @@ from torch import Tensor
 from k3kernels.linear.triton import INTERPRETED
 from k3kernels.moe import grouped, hopper
 from k3kernels.moe.fp8 import (
-    FP8_MAX,
     FP8_TILES,
     Hidden,
     check_rows,
@@ -33,6 +32,7 @@ from k3kernels.moe.fp8 import (
 from k3kernels.moe.fp8_kernels import gated_gradient_fp8_kernel
 from k3kernels.moe.grouped import Betas, Product, Scaled, Schedule, Tiles, pick_tiles
 from k3kernels.moe.pairs import Pairs, combine, of_pairs, sort_pairs, stage, unstage
+from k3kernels.moe.reference import FP8_MAX
 from k3kernels.moe.train import FEW_ROWS
 from k3kernels.situ.triton import kind_of
 
